@@ -1,0 +1,3 @@
+"""SGLang with native Speculative Speculative Decoding."""
+
+__version__ = "0.1.0"

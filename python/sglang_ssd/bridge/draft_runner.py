@@ -1,0 +1,249 @@
+"""A SGLang ``ModelRunner`` outside any scheduler: weights, KV pool and attention backend of the draft.
+
+Seams: ``ServerArgs`` resolution and ``publish``; ``bootstrap.init_parallel_runtime`` / ``init_layer_runtime``;
+``ModelRunner`` and its pools; hand-built ``ForwardBatch`` with ``KVIndexTranslator.plan().bind()``.
+SGLang's runtime context is one record per process, so the draft lives in a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import NamedTuple
+
+import torch
+
+from sglang_ssd.bridge.memory import bytes_per_kv_token
+
+logger = logging.getLogger(__name__)
+
+
+class DraftRunnerConfig(NamedTuple):
+    """What the draft process needs to load its model.
+
+    device: ``cpu`` or ``cuda``. dtype, attention_backend: as SGLang's flags, None for SGLang's default.
+    max_rows: rows of ``req_to_token``, sessions and branches together. kv_tokens: KV slots, None for what fits.
+    context_length: longest sequence in tokens including the lookahead.
+    """
+
+    model_path: str
+    device: str
+    dtype: str
+    attention_backend: str | None
+    max_rows: int
+    kv_tokens: int | None
+    context_length: int | None
+    trust_remote_code: bool = False
+    mem_fraction_static: float | None = None
+
+
+class Capacity(NamedTuple):
+    """Free and total KV slots and rows."""
+
+    free_slots: int
+    total_slots: int
+    free_rows: int
+    total_rows: int
+
+
+class DraftModelRunner:
+    """Forwards of the draft model over rows that this class hands out.
+
+    A row is one line of ``req_to_token``: the KV slot of each token of a path. Row 0 is SGLang's padding row.
+    """
+
+    def __init__(self, config: DraftRunnerConfig) -> None:
+        self.runner = _load(config)
+        self.vocab_size = self.runner.model_config.vocab_size
+        self.context_length = self.runner.model_config.context_len
+        self.device = self.runner.device
+        self._tables = self.runner.req_to_token_pool.req_to_token
+        self._allocator = self.runner.token_to_kv_pool_allocator
+        self._num_rows = self._tables.shape[0] - 1
+        self._free_rows = list(range(self._num_rows, 0, -1))
+        self._total_slots = self._allocator.available_size()
+
+    # -- rows and slots ------------------------------------------------------------------------------------------
+
+    def capacity(self) -> Capacity:
+        return Capacity(self._allocator.available_size(), self._total_slots, len(self._free_rows), self._num_rows)
+
+    def take_row(self) -> int | None:
+        """A free row, None when all are taken."""
+        return self._free_rows.pop() if self._free_rows else None
+
+    def give_row(self, row: int) -> None:
+        self._free_rows.append(row)
+
+    def take_slots(self, num_slots: int) -> torch.Tensor | None:
+        """int64 [num_slots], None when the pool has fewer."""
+        return self._allocator.alloc(num_slots)
+
+    def give_slots(self, row: int, start: int, end: int) -> None:
+        """Free the slots of tokens ``start`` to ``end`` (exclusive) of a row."""
+        if end > start:
+            self._allocator.free(self._tables[row, start:end].long())
+
+    def write_slots(self, row: int, start: int, slots: torch.Tensor) -> None:
+        self._tables[row, start : start + slots.numel()] = slots.to(self._tables.dtype)
+
+    def copy_slots(self, source: int, target: int, start: int, end: int) -> None:
+        """Let tokens ``start`` to ``end`` of row ``target`` be those of row ``source``: shared, not copied, KV."""
+        self._tables[target, start:end] = self._tables[source, start:end]
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def extend(self, row: int, prefix_len: int, token_ids: list[int]) -> torch.Tensor:
+        """Forward a chunk of a prompt whose slots are written. Returns the last token's logits, float [1, V]."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        num_new, total = len(token_ids), prefix_len + len(token_ids)
+        prefix_lens = self._int64([prefix_len])
+        seq_lens = self._int64([total])
+        batch = self._forward_batch(
+            ForwardMode.EXTEND,
+            token_ids=token_ids,
+            rows=[row],
+            seq_lens=seq_lens,
+            seq_lens_cpu=torch.tensor([total]),
+            plan_lens=prefix_lens,
+            slots=self._tables[row, prefix_len:total].long(),
+            positions=torch.arange(prefix_len, total, device=self.device),
+            extend_num_tokens=num_new,
+            extend_seq_lens=self._int64([num_new]),
+            extend_prefix_lens=prefix_lens,
+            extend_start_loc=self._int64([0]),
+            extend_seq_lens_cpu=[num_new],
+            extend_prefix_lens_cpu=[prefix_len],
+            extend_logprob_start_lens_cpu=[num_new],
+        )
+        return self._forward(batch)
+
+    def decode(self, rows: list[int], positions: list[int], token_ids: list[int], layout) -> torch.Tensor:
+        """Forward one token in each row (a row may appear more than once, at increasing positions).
+
+        The slot of ``positions[i]`` in ``rows[i]`` must be written. Returns logits, float [rows, V].
+        """
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        from sglang_ssd.bridge.cpu_attention import attach_fork_layout
+
+        row_ids, position_ids = self._int64(rows), self._int64(positions)
+        batch = self._forward_batch(
+            ForwardMode.DECODE,
+            token_ids=token_ids,
+            rows=rows,
+            seq_lens=position_ids + 1,
+            seq_lens_cpu=torch.tensor(positions) + 1,
+            plan_lens=position_ids,
+            slots=self._tables[row_ids, position_ids].long(),
+            positions=position_ids,
+        )
+        if self.device == "cpu":
+            attach_fork_layout(batch, layout)
+        return self._forward(batch)
+
+    def _forward_batch(self, mode, *, token_ids, rows, seq_lens, seq_lens_cpu, plan_lens, slots, positions, **extend):
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        row_ids = self._int64(rows)
+        batch = ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(rows),
+            input_ids=self._int64(token_ids),
+            req_pool_indices=row_ids,
+            seq_lens=seq_lens,
+            out_cache_loc=slots,
+            seq_lens_sum=int(seq_lens_cpu.sum()),
+            seq_lens_cpu=seq_lens_cpu,
+            orig_seq_lens=seq_lens,
+            positions=positions,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            **extend,
+        )
+        translator = self.runner.kv_index_translator
+        plan = translator.plan(
+            req_pool_indices=row_ids, seq_lens=plan_lens, seq_lens_cpu=plan_lens.cpu(), write_virtual=slots
+        )
+        plan.bind(batch, translator)
+        return batch
+
+    def _forward(self, batch) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.runner.forward(batch).logits_output.next_token_logits
+
+    def _int64(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _load(config: DraftRunnerConfig):
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
+    from sglang.srt.server_args import ServerArgs
+
+    if config.device == "cpu":
+        from sglang_ssd.bridge.cpu_attention import install_cpu_attention
+
+        install_cpu_attention()
+    options = dict(
+        model_path=config.model_path,
+        device=config.device,
+        dtype=config.dtype,
+        attention_backend=config.attention_backend or ("torch_native" if config.device == "cpu" else None),
+        max_running_requests=config.max_rows,
+        max_total_tokens=config.kv_tokens,
+        context_length=config.context_length,
+        trust_remote_code=config.trust_remote_code,
+        mem_fraction_static=config.mem_fraction_static,
+        disable_radix_cache=True,
+        skip_tokenizer_init=True,
+        page_size=1,
+    )
+    server_args = ServerArgs(**{name: value for name, value in options.items() if value is not None})
+    server_args.resolve_once()
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    initialize_moe_config()
+    initialize_fp8_gemm_config()
+    initialize_bf16_gemm_config()
+    initialize_fp4_gemm_config()
+    model_config = ModelConfig.from_server_args(server_args)
+    port = _free_port()
+    bootstrap.init_parallel_runtime(server_args=server_args, device=config.device, dist_port=port)
+    bootstrap.init_layer_runtime(model_config=model_config)
+    runner = ModelRunner(
+        model_config=model_config,
+        mem_fraction_static=get_schedule().mem_fraction_static,
+        gpu_id=0,
+        nccl_port=port,
+        server_args=server_args,
+    )
+    if config.device == "cpu":
+        from sglang_ssd.bridge.cpu_linear import pack_linears
+
+        pack_linears(runner.model)
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    logger.info(
+        "draft %s: %d KV slots of %d bytes, %d rows, context of %d tokens",
+        config.model_path,
+        runner.max_total_num_tokens,
+        bytes_per_kv_token(model_config.hf_text_config, runner.kv_cache_dtype.itemsize),
+        runner.req_to_token_pool.req_to_token.shape[0] - 1,
+        model_config.context_len,
+    )
+    return runner
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

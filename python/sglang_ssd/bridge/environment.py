@@ -1,0 +1,89 @@
+"""What must hold in a process before sglang is imported: the CPU engine switch, cores and threads.
+
+On a CPU the two "devices" of the design are disjoint sets of cores.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+#: Shown by SGLang on hosts without CUDA; decides its CPU engine at import (seam: srt/utils/common.py, is_cpu).
+_CPU_ENGINE_SWITCH = "SGLANG_USE_CPU_ENGINE"
+#: Cores of each TP rank, "0|1" (seam: srt/utils/numa_utils.py, init_threads_binding).
+_CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+
+
+class Cores(NamedTuple):
+    """Core ids of target and draft. They overlap only where the user asked for it or the machine has one core."""
+
+    target: list[int]
+    draft: list[int]
+
+
+def use_cpu_engine() -> None:
+    """Make SGLang serve on the CPU. Call before the first import of sglang."""
+    os.environ[_CPU_ENGINE_SWITCH] = "1"
+    # A thread that waits for work must not burn the core of its neighbour.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def parse_cores(text: str, option: str) -> list[int]:
+    """Core ids from a list such as ``0-3,6``. Raises ValueError in one line that names the option."""
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            cores.extend(range(int(first), int(last if dash else first) + 1))
+        except ValueError:
+            raise ValueError(f"{option} {text}: not a list of cores such as 0-3,6") from None
+    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    if missing or not cores:
+        raise ValueError(f"{option} {text}: cores {missing or 'none'} are not available to this process")
+    return sorted(set(cores))
+
+
+def split_cores(target_cores: str | None, draft_cores: str | None, needs_draft: bool = True) -> Cores:
+    """Who runs where on a CPU. By default the last core goes to the draft and all others to the target.
+
+    Naming one side leaves the rest to the other; naming both is taken as it is, so that they may share cores.
+    """
+    available = sorted(os.sched_getaffinity(0))
+    draft = parse_cores(draft_cores, "--ssd-draft-cores") if draft_cores else None
+    target = parse_cores(target_cores, "--ssd-target-cores") if target_cores else None
+    if not needs_draft:
+        return Cores(target or available, [])
+    if draft is None:
+        rest = [core for core in available if core not in (target or [])]
+        draft = (rest or available)[-1:]
+    if target is None:
+        target = [core for core in available if core not in draft] or available
+    return Cores(target, draft)
+
+
+def rank_cores(cores: list[int], num_ranks: int) -> list[list[int]]:
+    """Cores of each TP rank: contiguous shares, one core at least (shared when there are fewer cores than ranks)."""
+    share = max(1, len(cores) // num_ranks)
+    return [[cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(num_ranks)]
+
+
+def bind_target_ranks(cores: list[int], num_ranks: int) -> None:
+    """Tell SGLang the cores of each rank; its schedulers read this when they start."""
+    os.environ[_CPU_BINDING] = "|".join(",".join(map(str, share)) for share in rank_cores(cores, num_ranks))
+
+
+def cores_of_rank(rank: int) -> list[int] | None:
+    """The cores that ``bind_target_ranks`` gave this rank, None where nothing was bound."""
+    binding = os.environ.get(_CPU_BINDING)
+    if not binding or binding == "all":
+        return None
+    return parse_cores(binding.split("|")[rank], _CPU_BINDING)
+
+
+def pin_process(cores: list[int]) -> None:
+    """Pin this process and its torch threads to ``cores``."""
+    import torch
+
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))

@@ -1,0 +1,94 @@
+"""SGLang's scheduler with the hooks this project needs, each one seam.
+
+A request that cannot be served exactly is refused with a 400 before it enters a queue (seam:
+``handle_generate_request``, answered through ``send_abort_output``).
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.runtime_context import get_device, get_observability, get_parallel
+
+from sglang_ssd.bridge.server_args import ssd_options
+
+
+class SchedulerBase(Scheduler):
+    """Calls ``refusal``, ``after_batch``, ``when_idle``, ``state`` and ``request_info`` of its subclass."""
+
+    def refusal(self, sampling_params, request) -> str | None:
+        """One line that names what cannot be served, None when all of it can."""
+        return None
+
+    def after_batch(self) -> None:
+        """Runs after the bookkeeping of every batch."""
+
+    def when_idle(self) -> None:
+        """Runs at every turn without work."""
+
+    def state(self) -> dict[str, Any]:
+        """What ``/server_info`` shows under ``internal_states[i]["ssd"]``."""
+        return {}
+
+    def request_info(self, rid: str) -> dict[str, list]:
+        """New entries for lists in a request's ``meta_info``."""
+        return {}
+
+    # -- seams ---------------------------------------------------------------------------------------------------
+
+    def init_tp_model_worker(self) -> None:
+        super().init_tp_model_worker()
+        if get_device().device == "cpu" and ssd_options(self.server_args).pack_weights:
+            from sglang_ssd.bridge.cpu_linear import pack_linears
+
+            pack_linears(self.tp_worker.model_runner.model)
+
+    def handle_generate_request(self, recv_req, **kwargs) -> None:
+        reason = self.refusal(recv_req.sampling_params, recv_req)
+        if reason is None:
+            super().handle_generate_request(recv_req, **kwargs)
+            return
+        finished_reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
+        self.send_abort_output(AbortReq(rid=recv_req.rid, finished_reason=finished_reason), recv_req)
+
+    def process_batch_result(self, batch, result) -> None:
+        super().process_batch_result(batch, result)
+        self.after_batch()
+
+    def on_idle(self) -> None:
+        self.when_idle()
+        super().on_idle()
+
+    def get_internal_state(self, recv_req) -> GetInternalStateReqOutput:
+        output = super().get_internal_state(recv_req)
+        output.internal_state["ssd"] = self.state()
+        return output
+
+    def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
+        request_info = self.request_info
+
+        class Streamer(SchedulerOutputStreamer):
+            has_additional_customized_info = True
+
+            def build_additional_customized_info(self, reqs: list) -> dict[str, list]:
+                columns: dict[str, list] = {}
+                for i, request in enumerate(reqs):
+                    for name, entries in request_info(request.rid).items():
+                        columns.setdefault(name, [[] for _ in reqs])[i] = entries
+                return columns
+
+            def is_request_level_customized_info_key(self, key: str) -> bool:
+                return key.startswith("ssd_")
+
+        return Streamer
+
+    def metrics_labels(self) -> dict[str, str] | None:
+        """Labels of Prometheus series, None where SGLang exports none from this rank."""
+        if not get_observability().enable_metrics or get_parallel().tp_rank != 0:
+            return None
+        return {"model_name": self.server_args.served_model_name or self.server_args.model_path}
+

@@ -1,0 +1,82 @@
+"""Checks at start that every seam of SGLang is what this project was written against, and lists what drifted."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import NamedTuple
+
+SGLANG_VERSION = "0.5.23"
+
+
+class Seam(NamedTuple):
+    """``module:qualified.name`` and the parameters that we pass or override (a subset, in order)."""
+
+    target: str
+    parameters: tuple[str, ...] = ()
+
+
+SEAMS = (
+    Seam("sglang.srt.managers.scheduler:Scheduler.init_tp_model_worker", ("self",)),
+    Seam("sglang.srt.managers.scheduler:Scheduler.handle_generate_request", ("self", "recv_req")),
+    Seam("sglang.srt.managers.scheduler:Scheduler.send_abort_output", ("self", "abort_req", "req")),
+    Seam("sglang.srt.managers.scheduler:Scheduler.process_batch_result", ("self", "batch", "result")),
+    Seam("sglang.srt.managers.scheduler:Scheduler.on_idle", ("self",)),
+    Seam("sglang.srt.managers.scheduler:Scheduler.is_fully_idle", ("self",)),
+    Seam("sglang.srt.managers.scheduler:Scheduler.get_internal_state", ("self", "recv_req")),
+    Seam("sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class", ("self",)),
+    Seam(
+        "sglang.srt.managers.scheduler:run_scheduler_process",
+        ("server_args", "port_args", "gpu_id", "tp_rank", "pp_rank", "dp_rank", "pipe_writer"),
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.output_streamer:"
+        "SchedulerOutputStreamer.build_additional_customized_info",
+        ("self", "reqs"),
+    ),
+    Seam("sglang.srt.speculative.spec_registry:CustomSpecAlgo.handle_server_args", ("self", "server_args")),
+    Seam("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.register", ("name", "supports_overlap", "spec_class")),
+    Seam("sglang.srt.speculative.base_spec_worker:BaseSpecWorker.note_request_finished", ("self", "rid")),
+    Seam(
+        "sglang.srt.speculative.dflash_info:DFlashVerifyInput.prepare_for_verify", ("self", "batch", "target_worker")
+    ),
+    Seam(
+        "sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_uniform_func",
+        ("req_pool_indices", "req_to_token", "start_offset", "batch_size", "draft_token_num", "device"),
+    ),
+    Seam("sglang.srt.layers.logprob_processor:compute_spec_logprobs", ("batch", "logits_output", "predict")),
+    Seam("sglang.srt.managers.overlap_utils:FutureMap.__init__", ("self", "device", "spec_algo", "req_to_token_pool")),
+    Seam(
+        "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan",
+        ("self", "req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual"),
+    ),
+    Seam("sglang.srt.model_executor.model_runner:ModelRunner.forward", ("self", "forward_batch")),
+    Seam("sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.__init__", ("self", "model_runner")),
+    Seam("sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
+    Seam("sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
+    Seam("sglang.srt.entrypoints.http_server:launch_server", ("server_args", "run_scheduler_process_func")),
+    Seam("sglang.srt.server_args:ServerArgs.from_cli_args", ("args",)),
+)
+
+
+def drifted_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
+    """One line for each seam that is not what this project expects; empty when all hold."""
+    return [line for seam in seams if (line := _why_drifted(seam))]
+
+
+def _why_drifted(seam: Seam) -> str | None:
+    module_name, _, path = seam.target.partition(":")
+    try:
+        found = importlib.import_module(module_name)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        return f"{seam.target}: {error}"
+    names = list(inspect.signature(found).parameters)
+    missing = [name for name in seam.parameters if name not in names]
+    if missing:
+        return f"{seam.target}: no parameter {', '.join(missing)} (has {', '.join(names)})"
+    positions = [names.index(name) for name in seam.parameters]
+    if positions != sorted(positions):
+        return f"{seam.target}: parameters {', '.join(seam.parameters)} stand in another order: {', '.join(names)}"
+    return None

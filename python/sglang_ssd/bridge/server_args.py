@@ -1,0 +1,218 @@
+"""Command line and server arguments: SGLang's, plus ``--ssd-*``.
+
+Seams: ``ServerArgs`` is a msgspec struct that may be subclassed; ``add_cli_args`` is static and knows only SGLang's
+fields, so ours are added to the parser here. The speculative width must be in the raw arguments, since SGLang chooses
+its attention and page defaults before it asks a registered algorithm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from typing import NamedTuple
+
+import msgspec
+from sglang.srt.server_args import ServerArgs
+
+from sglang_ssd.bridge.speculative import ALGORITHM_NAME
+
+MODES = ("async", "sync", "off")
+DEFAULT_LOOKAHEAD = 3
+DEFAULT_FAN_OUT_BUDGET = 12
+
+
+class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
+    """SGLang's server arguments and ours."""
+
+    ssd_mode: str = "async"
+    ssd_fan_out_budget: int = DEFAULT_FAN_OUT_BUDGET
+    ssd_draft_endpoint: str | None = None
+    ssd_target_cores: str | None = None
+    ssd_draft_cores: str | None = None
+    ssd_draft_dtype: str = "auto"
+    ssd_draft_attention_backend: str | None = None
+    ssd_draft_max_total_tokens: int | None = None
+    ssd_draft_max_sessions: int = 64
+    ssd_round_timeout_ms: float = 10_000.0
+    ssd_start_timeout_s: float = 600.0
+    ssd_pack_weights: bool = True
+
+
+def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--ssd-*`` to a parser that holds SGLang's flags."""
+    group = parser.add_argument_group("speculative speculative decoding (sglang-ssd)")
+    add = group.add_argument
+    add(
+        "--ssd-mode",
+        choices=MODES,
+        default="async",
+        help="async: SSD, the draft prepares proposals while the target verifies. sync: ordinary speculative decoding "
+        "with the same draft process. off: plain decoding.",
+    )
+    add(
+        "--ssd-fan-out-budget",
+        type=int,
+        default=DEFAULT_FAN_OUT_BUDGET,
+        help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding.",
+    )
+    add("--ssd-draft-endpoint", help="Endpoint of a draft that runs already (python -m sglang_ssd.launch_draft).")
+    add("--ssd-target-cores", help="CPU only: cores of the target, such as 0-3,6. Default: all that the draft leaves.")
+    add("--ssd-draft-cores", help="CPU only: cores of the draft. Default: the last core.")
+    add("--ssd-draft-dtype", default="auto", help="Data type of the draft's weights and activations.")
+    add("--ssd-draft-attention-backend", help="Attention backend of the draft.")
+    add("--ssd-draft-max-total-tokens", type=int, help="KV slots of the draft. Default: from free memory.")
+    add("--ssd-draft-max-sessions", type=int, default=64, help="Requests that the draft serves at a time.")
+    add(
+        "--ssd-round-timeout-ms",
+        type=float,
+        default=10_000.0,
+        help="Longest wait for a proposal; then the round goes on without it.",
+    )
+    add("--ssd-start-timeout-s", type=float, default=600.0, help="Longest wait for the draft at start.")
+    add(
+        "--ssd-pack-weights",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="CPU only: keep the target's weights in oneDNN's packed layout. Weights cannot be updated afterwards.",
+    )
+
+
+def parse_server_args(argv: list[str]) -> SSDServerArgs:
+    """Parse a command line. ``SystemExit`` as argparse does on unknown or malformed flags."""
+    parser = argparse.ArgumentParser(prog="sglang_ssd.launch_server")
+    ServerArgs.add_cli_args(parser)
+    add_ssd_arguments(parser)
+    if "--config" in argv:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    args = parser.parse_args(argv)
+    return SSDServerArgs.from_cli_args(with_ssd_defaults(args, argv))
+
+
+def with_ssd_defaults(args: argparse.Namespace, argv: list[str]) -> argparse.Namespace:
+    """Fill in what SSD needs and the user left open. Raises ValueError in one line on a contradiction."""
+    algorithm = (args.speculative_algorithm or ALGORITHM_NAME).upper()
+    if algorithm != ALGORITHM_NAME:
+        raise ValueError(
+            f"--speculative-algorithm {args.speculative_algorithm}: this launcher serves {ALGORITHM_NAME}; "
+            "use sglang.launch_server for SGLang's own algorithms"
+        )
+    if args.device is None:
+        args.device = detect_device()
+    if args.device == "cpu":
+        # SGLang's CPU default is an AMX backend that few hosts have; this name is served by bridge.cpu_attention.
+        args.attention_backend = args.attention_backend or "torch_native"
+        # An idle scheduler that polls would burn a core that somebody else computes on.
+        args.sleep_on_idle = True
+    if args.ssd_mode == "off":
+        args.speculative_algorithm = args.speculative_draft_model_path = None
+        args.speculative_num_steps = args.speculative_eagle_topk = args.speculative_num_draft_tokens = None
+        return args
+    if args.speculative_draft_model_path is None and args.ssd_draft_endpoint is None:
+        raise ValueError(f"--ssd-mode {args.ssd_mode} needs --speculative-draft-model-path or --ssd-draft-endpoint")
+    lookahead = DEFAULT_LOOKAHEAD if args.speculative_num_steps is None else args.speculative_num_steps
+    if lookahead < 1:
+        raise ValueError(f"--speculative-num-steps {lookahead}: the lookahead must be at least 1")
+    if args.speculative_num_draft_tokens not in (None, lookahead + 1):
+        raise ValueError(
+            f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens}: must be --speculative-num-steps + 1 "
+            f"= {lookahead + 1}"
+        )
+    if args.speculative_eagle_topk not in (None, 1):
+        raise ValueError(f"--speculative-eagle-topk {args.speculative_eagle_topk}: SSD verifies chains, it must be 1")
+    if args.ssd_fan_out_budget < 0:
+        raise ValueError(f"--ssd-fan-out-budget {args.ssd_fan_out_budget}: must be 0 or more")
+    if args.ssd_draft_max_sessions < 1:
+        raise ValueError(f"--ssd-draft-max-sessions {args.ssd_draft_max_sessions}: must be 1 or more")
+    if args.ssd_round_timeout_ms <= 0:
+        raise ValueError(f"--ssd-round-timeout-ms {args.ssd_round_timeout_ms}: must be above 0")
+    if args.pp_size > 1:
+        raise ValueError(f"--pp-size {args.pp_size}: SSD does not run with pipeline parallelism")
+    args.speculative_algorithm = ALGORITHM_NAME
+    args.speculative_num_steps = lookahead
+    args.speculative_eagle_topk = 1
+    args.speculative_num_draft_tokens = lookahead + 1
+    if args.device == "cpu":
+        # As SGLang does for its own algorithms: without a second device the overlapped loop only adds a late round.
+        args.disable_overlap_schedule = True
+    return args
+
+
+def detect_device() -> str:
+    """``cuda`` where torch sees a GPU, else ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class SSDOptions(NamedTuple):
+    """Our options of a running server."""
+
+    mode: str
+    fan_out_budget: int
+    draft_endpoint: str | None
+    round_timeout_ms: float
+    start_timeout_s: float
+    pack_weights: bool
+
+
+def ssd_options(args: ServerArgs) -> SSDOptions:
+    """Options from our own arguments, or for a server that SGLang's own launcher started (``sglang serve``) the
+    defaults with the draft named by ``SGLANG_SSD_DRAFT_ENDPOINT``."""
+    if isinstance(args, SSDServerArgs):
+        return SSDOptions(
+            args.ssd_mode,
+            0 if args.ssd_mode == "sync" else args.ssd_fan_out_budget,
+            args.ssd_draft_endpoint,
+            args.ssd_round_timeout_ms,
+            args.ssd_start_timeout_s,
+            args.ssd_pack_weights,
+        )
+    own = {field.name: field.default for field in msgspec.structs.fields(SSDServerArgs)}
+    return SSDOptions(
+        "async",
+        DEFAULT_FAN_OUT_BUDGET,
+        os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT"),
+        own["ssd_round_timeout_ms"],
+        own["ssd_start_timeout_s"],
+        False,
+    )
+
+
+class TargetFacts(NamedTuple):
+    """What the handshake says about the target."""
+
+    model_name: str
+    vocab_size: int
+    tokenizer_fingerprint: str
+    context_length: int
+
+
+def target_facts(scheduler) -> TargetFacts:
+    """Read the facts off a scheduler whose model is loaded."""
+    args = scheduler.server_args
+    return TargetFacts(
+        model_name=os.path.basename(args.model_path.rstrip("/")),
+        vocab_size=scheduler.model_config.vocab_size,
+        tokenizer_fingerprint=tokenizer_fingerprint(args.tokenizer_path or args.model_path),
+        context_length=scheduler.model_config.context_len,
+    )
+
+
+def tokenizer_fingerprint(path: str) -> str:
+    """A hash over the token list of a tokenizer: equal for two tokenizers iff the same id means the same token.
+
+    Empty where no tokenizer can be loaded (token ids in and out); such a side is not compared.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab()
+    except Exception:  # noqa: BLE001  (transformers raises what it likes on a folder without tokenizer)
+        return ""
+    digest = hashlib.sha256()
+    for token, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
+        digest.update(f"{token_id}:{token}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,161 @@
+"""SGLang's speculative seams: the registered algorithm and the worker's base.
+
+Contract of a worker (SGLang's "spec v2"): ``batch.seq_lens`` counts committed KV and excludes the pending bonus token;
+a verify forwards ``[bonus, d1..dK]`` at positions ``seq_lens .. seq_lens + K``; rejected slots are overwritten by the
+next round, so a chain needs no KV movement at any page size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+ALGORITHM_NAME = "SSD"
+
+
+class SSDAlgorithm(CustomSpecAlgo):
+    """The algorithm as SGLang sees it, with the three methods its plug-in class lacks and the scheduler calls."""
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def create_future_map(self, device, req_to_token_pool, needs_cpu_seq_lens=True, needs_confidence_relay=False):
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def has_draft_kv(self) -> bool:
+        # The draft's KV lives in another process.
+        return False
+
+    def handle_server_args(self, server_args) -> None:
+        # A chunk that decodes beside a prefill would verify nothing; SGLang's own algorithms refuse it as well.
+        server_args.enable_mixed_chunk = False
+
+
+def register_algorithm(worker_class: type) -> None:
+    """Register ``worker_class`` under ``--speculative-algorithm SSD``. Doing it twice is harmless."""
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    if get_spec(ALGORITHM_NAME) is None:
+        SpeculativeAlgorithm.register(ALGORITHM_NAME, supports_overlap=True, spec_class=SSDAlgorithm)(
+            lambda server_args: worker_class
+        )
+
+
+class Verified(NamedTuple):
+    """One verify forward. logits: float [B, K+1, V], row j is the target's law of the token after input j."""
+
+    logits: torch.Tensor
+    result: GenerationBatchResult
+
+
+class SpecWorkerBase(BaseSpecWorker):
+    """What a worker needs from SGLang, in four verbs: prefill, verify, and the two results."""
+
+    def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker) -> None:
+        super().__init__()
+        from sglang.srt.runtime_context import get_spec
+
+        self.server_args = server_args
+        self.device = target_worker.device
+        self._target_worker = target_worker
+        #: Tokens of one verify, K+1.
+        self.verify_width: int = get_spec().speculative_num_draft_tokens
+
+    @property
+    def draft_worker(self):
+        # The draft is another process: SGLang has no pools or weights of it to manage.
+        return None
+
+    @property
+    def lookahead(self) -> int:
+        return self.verify_width - 1
+
+    def run_prefill(self, batch, pp_proxy_tensors=None) -> GenerationBatchResult:
+        """The target's own forward and first token, as without speculation."""
+        return self.target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+
+    def prefill_result(self, batch, result: GenerationBatchResult, on_publish) -> GenerationBatchResult:
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        result.next_draft_input = self._next_input(result.next_token_ids, batch.seq_lens)
+        result.new_seq_lens = batch.seq_lens
+        return result
+
+    def run_verify(self, batch, draft_tokens: torch.Tensor) -> Verified:
+        """Forward the pending bonus token and K proposed tokens of each row.
+
+        draft_tokens: int64 [B, K]; padding must hold valid ids. Edits of ``batch`` are undone by the scheduler.
+        """
+        num_rows, width = batch.seq_lens.shape[0], self.verify_width
+        seq_lens = batch.seq_lens
+        tokens = torch.cat([batch.spec_info.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
+        positions = seq_lens.view(-1, 1) + torch.arange(width, device=seq_lens.device)
+        pool = batch.req_to_token_pool
+        batch.out_cache_loc = assign_extend_cache_locs_uniform_func(
+            batch.req_pool_indices, pool.req_to_token, seq_lens, num_rows, width, seq_lens.device
+        )
+        if batch.seq_lens_cpu is not None:
+            # Host-planned backends (FlashInfer) split KV by these lengths and drop what lies beyond them.
+            batch.seq_lens_cpu = batch.seq_lens_cpu + width
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        verify_input = DFlashVerifyInput(
+            draft_token=tokens.view(-1),
+            positions=positions.view(-1),
+            draft_token_num=width,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        forward_batch, can_run_cuda_graph = verify_input.prepare_for_verify(batch, self.target_worker)
+        result = self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
+        result.can_run_cuda_graph = can_run_cuda_graph
+        return Verified(result.logits_output.next_token_logits.view(num_rows, width, -1), result)
+
+    def verify_result(
+        self, batch, verified: Verified, token_ids: torch.Tensor, num_accepted: torch.Tensor, on_publish
+    ) -> GenerationBatchResult:
+        """What the scheduler gets. token_ids: int64 [B, K+1], of which ``num_accepted + 1`` count; num_accepted: [B]."""
+        accept_lens = (num_accepted + 1).to(torch.int32)
+        new_seq_lens = batch.seq_lens + accept_lens
+        logits_output = verified.result.logits_output
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, logits_output, token_ids.view(-1), chain_stride=self.verify_width)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        bonus = token_ids.gather(1, num_accepted.view(-1, 1)).view(-1)
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=token_ids.reshape(-1),
+            accept_lens=accept_lens,
+            can_run_cuda_graph=verified.result.can_run_cuda_graph,
+            next_draft_input=self._next_input(bonus, new_seq_lens),
+            speculative_num_draft_tokens=self.verify_width,
+            new_seq_lens=new_seq_lens,
+        )
+
+    def _next_input(self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor) -> DFlashDraftInputV2:
+        # The fields of SGLang's in-process drafts stay empty: ours is asked over the wire.
+        num_rows, device = bonus_tokens.shape[0], bonus_tokens.device
+        empty = torch.empty((num_rows, 0), device=device)
+        return DFlashDraftInputV2(
+            topk_p=empty,
+            topk_index=empty.to(torch.int64),
+            bonus_tokens=bonus_tokens.to(torch.int64),
+            new_seq_lens=new_seq_lens,
+            hidden_states=empty,
+        )

@@ -1,0 +1,115 @@
+"""KV slots of branches: rows that share the slots of a request's prefix and own the slots of their tails.
+
+    main row     | prompt and committed tokens | t* | s1 | s2 | ... | sK |
+    branch (1,x) | ------- shared ------------ | t* | s1 | x  | x1 | x2 ...     own slots from x on
+    branch (K,y) | ------- shared ------------ | t* | s1 | s2 | ... | sK | y | y1 ...
+
+The winning branch is committed by writing its slot ids into the main row: its KV is never computed again. All changes
+of ownership happen in ``fork``, ``adopt``, ``rewind`` and ``release``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+
+class SlotPool(Protocol):
+    """Rows and KV slots, as the draft's model runner hands them out."""
+
+    def take_row(self) -> int | None: ...
+    def give_row(self, row: int) -> None: ...
+    def take_slots(self, num_slots: int) -> torch.Tensor | None: ...
+    def give_slots(self, row: int, start: int, end: int) -> None: ...
+    def write_slots(self, row: int, start: int, slots: torch.Tensor) -> None: ...
+    def copy_slots(self, source: int, target: int, start: int, end: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Path:
+    """One line of tokens: the request itself or one guess of how it goes on.
+
+    row:         its line of the slot table.
+    length:      tokens that are certain on this path (committed ones, and the guessed outcome of a branch).
+    num_shared:  leading tokens whose slots belong to the main row (0 for the main path itself).
+    num_cached:  leading tokens whose KV is computed.
+    pending:     the tokens from ``num_cached`` on that the next forward takes.
+    drafted:     tokens drafted after ``length``.
+    ranks:       ranks[j]: the draft's candidates, best first, for the token after ``length + j``.
+    """
+
+    row: int
+    length: int
+    num_shared: int
+    num_cached: int
+    pending: list[int]
+    drafted: list[int] = field(default_factory=list)
+    ranks: list[list[int]] = field(default_factory=list)
+
+    def advance(self, candidates: list[int], lookahead: int) -> None:
+        """Take in a forward of all pending tokens. ``candidates``: the ranks after the last of them."""
+        self.num_cached += len(self.pending)
+        self.ranks.append(candidates)
+        self.pending = []
+        if len(self.drafted) < lookahead:
+            self.drafted.append(candidates[0])
+            self.pending = [candidates[0]]
+
+
+class ForkingPaths:
+    """Owns rows and slots of all paths. Methods that need room return None or False, and change nothing, without it."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+
+    def open(self, token_ids: Sequence[int]) -> Path | None:
+        """A main path with its whole prompt pending."""
+        row = self._pool.take_row()
+        if row is None:
+            return None
+        return Path(row, len(token_ids), num_shared=0, num_cached=0, pending=list(token_ids))
+
+    def fork(self, main: Path, num_accepted: int, bonus_token: int) -> Path | None:
+        """A branch for the outcome (num_accepted, bonus_token) of the main path's proposal."""
+        row = self._pool.take_row()
+        if row is None:
+            return None
+        shared = main.length + num_accepted
+        self._pool.copy_slots(main.row, row, 0, shared)
+        return Path(row, shared + 1, num_shared=shared, num_cached=shared, pending=[bonus_token])
+
+    def reserve(self, path: Path, num_tokens: int) -> bool:
+        """Give slots to the next ``num_tokens`` pending tokens, ahead of their forward."""
+        slots = self._pool.take_slots(num_tokens)
+        if slots is None:
+            return False
+        self._pool.write_slots(path.row, path.num_cached, slots)
+        return True
+
+    def adopt(self, main: Path, branch: Path) -> None:
+        """The branch's outcome came true: the main path goes on with the branch's tokens and slots."""
+        self._pool.give_slots(main.row, branch.num_shared, main.num_cached)
+        self._pool.copy_slots(branch.row, main.row, branch.num_shared, branch.num_cached)
+        main.length, main.num_cached = branch.length, branch.num_cached
+        main.pending, main.drafted, main.ranks = branch.pending, branch.drafted, branch.ranks
+        self._pool.give_row(branch.row)
+
+    def rewind(self, main: Path, num_accepted: int, bonus_token: int) -> None:
+        """No branch stands for the outcome: keep the accepted tokens, drop the rest, go on from the bonus token."""
+        kept = main.length + num_accepted
+        # Tokens that stay and have no KV yet: certain ones that no forward took in, and the last drafted one.
+        uncached = main.pending[: max(0, main.length - main.num_cached)]
+        uncached += main.drafted[max(0, main.num_cached - main.length) : num_accepted]
+        self._pool.give_slots(main.row, min(kept, main.num_cached), main.num_cached)
+        main.num_cached = min(kept, main.num_cached)
+        main.length = kept + 1
+        main.pending = [*uncached, bonus_token]
+        main.drafted, main.ranks = [], []
+
+    def release(self, path: Path) -> None:
+        """Free the row and the slots that this path owns."""
+        self._pool.give_slots(path.row, path.num_shared, path.num_cached)
+        self._pool.give_row(path.row)

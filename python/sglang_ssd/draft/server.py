@@ -1,0 +1,385 @@
+"""The draft's loop: receive, choose the most urgent forward, run it, answer, and fork while the verifier works.
+
+One forward a turn, so that an outcome never waits for more than one. Who comes first:
+1. proposals that a verifier waits for (a miss, or a winner that is not complete): their rows alone;
+2. prompts, in chunks, and forking paths, in turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from sglang_ssd.algorithm.fan_out import Allocator, UniformFanOut
+from sglang_ssd.algorithm.outcome import Outcome
+from sglang_ssd.draft.forking_paths import ForkingPaths, Path
+from sglang_ssd.draft.runner import DraftRunner, Lane
+from sglang_ssd.draft.session import Due, Session
+from sglang_ssd.wire.channel import DraftChannel, MalformedFromPeer
+from sglang_ssd.wire.messages import (
+    PROTOCOL_VERSION,
+    Close,
+    DraftStats,
+    Hello,
+    Open,
+    Ping,
+    Pong,
+    Proposal,
+    Refuse,
+    Round,
+    RowKey,
+    Source,
+    Welcome,
+    why_incompatible,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Prompt tokens of one forward. Small enough that an outcome of another request does not wait long.
+PREFILL_CHUNK_TOKENS = 256
+#: Sessions of a verifier that said nothing for so long are freed; it re-opens what it still needs.
+SILENT_PEER_S = 120.0
+
+
+class DraftIdentity(NamedTuple):
+    """What this draft tells of itself in the handshake."""
+
+    model: str
+    tokenizer_fingerprint: str
+    max_sessions: int
+
+
+@dataclass
+class Peer:
+    """One verifier."""
+
+    hello: Hello
+    sessions: dict[int, Session] = field(default_factory=dict)
+    last_heard_s: float = field(default_factory=time.monotonic)
+
+
+class DraftServer:
+    """Serves any number of verifiers over one channel with one model."""
+
+    def __init__(
+        self, channel: DraftChannel, runner: DraftRunner, identity: DraftIdentity, allocate: Allocator | None = None
+    ) -> None:
+        self._channel = channel
+        self._runner = runner
+        self._identity = identity
+        self._allocate = allocate or UniformFanOut()
+        self._paths = ForkingPaths(runner.pool)
+        self._peers: dict[bytes, Peer] = {}
+        self._counts = _Counts()
+        self._prefill_was_last = False
+        self._boot_id = uuid.uuid4().hex
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until ``stop``."""
+        while not self._stopping:
+            self._receive(wait=not self._has_work())
+            self._run_urgent_forward()
+            self._answer_ready()
+            self._fork()
+
+    def stop(self) -> None:
+        """End ``run`` after the current turn. Safe in a signal handler."""
+        self._stopping = True
+
+    def stats(self) -> DraftStats:
+        """Counters since start."""
+        capacity = self._runner.pool.capacity()
+        sessions = self._sessions()
+        return DraftStats(
+            num_sessions=len(sessions),
+            num_branch_rows=sum(len(session.cache) for session in sessions),
+            free_kv_slots=capacity.free_slots,
+            total_kv_slots=capacity.total_slots,
+            free_rows=capacity.free_rows,
+            total_rows=capacity.total_rows,
+            **msgspec.structs.asdict(self._counts),
+        )
+
+    # -- receive -------------------------------------------------------------------------------------------------
+
+    def _receive(self, wait: bool) -> None:
+        """Take in all messages that are there; with ``wait``, up to half a second for the first."""
+        timeout_ms = 500 if wait else 0
+        while True:
+            try:
+                received = self._channel.receive(timeout_ms)
+            except MalformedFromPeer as error:
+                self._counts.messages_malformed += 1
+                logger.warning("refusing a peer: %s", error)
+                self._send(error.peer, Refuse(str(error)))
+                self._forget(error.peer)
+                continue
+            if received is None:
+                break
+            self._dispatch(received.peer, received.message)
+            timeout_ms = 0
+        self._forget_silent_peers()
+
+    def _dispatch(self, peer_id: bytes, message) -> None:
+        if isinstance(message, Hello):
+            self._greet(peer_id, message)
+            return
+        if isinstance(message, Refuse):
+            self._forget(peer_id)
+            return
+        if isinstance(message, Pong):
+            return
+        peer = self._peers.get(peer_id)
+        if isinstance(message, Ping):
+            # A verifier that this process does not know must greet first: it may know our predecessor.
+            self._send(peer_id, Pong(message.nonce, self.stats()) if peer else Refuse("say Hello first"))
+        elif peer is None:
+            self._send(peer_id, Refuse("say Hello first"))
+        elif isinstance(message, Open):
+            self._open(peer, message)
+        elif isinstance(message, Round):
+            self._take_round(peer_id, peer, message)
+        elif isinstance(message, Close):
+            self._close(peer, message)
+        if peer is not None:
+            peer.last_heard_s = time.monotonic()
+
+    def _greet(self, peer_id: bytes, hello: Hello) -> None:
+        welcome = Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            draft_model=self._identity.model,
+            vocab_size=self._runner.vocab_size,
+            context_length=self._runner.context_length,
+            max_sessions=self._identity.max_sessions,
+            kv_capacity_tokens=self._runner.pool.capacity().total_slots,
+            boot_id=self._boot_id,
+        )
+        reason = why_incompatible(hello, welcome, self._identity.tokenizer_fingerprint)
+        if reason:
+            logger.warning("refusing a verifier of %s: %s", hello.target_model, reason)
+            self._send(peer_id, Refuse(reason))
+            return
+        self._forget(peer_id)
+        self._peers[peer_id] = Peer(hello)
+        self._runner.limit_vocabulary(hello.vocab_size)
+        self._send(peer_id, welcome)
+        logger.info(
+            "verifier of %s joined: K=%d, fan-out budget %d", hello.target_model, hello.lookahead, hello.fan_out_budget
+        )
+
+    def _open(self, peer: Peer, message: Open) -> None:
+        self._drop(peer, message.request)
+        hello = peer.hello
+        main = None
+        if message.token_ids and len(self._sessions()) < self._identity.max_sessions and self._fits(message.token_ids):
+            main = self._paths.open(message.token_ids)
+        if main is None:
+            self._counts.opens_denied += 1
+            return
+        key = RowKey(message.request, message.generation)
+        peer.sessions[message.request] = Session(
+            key, main, hello.lookahead, hello.fan_out_budget, self._paths, self._allocate
+        )
+
+    def _fits(self, token_ids: list[int]) -> bool:
+        return len(token_ids) < self._runner.context_length and all(0 <= t < self._runner.vocab_size for t in token_ids)
+
+    def _take_round(self, peer_id: bytes, peer: Peer, message: Round) -> None:
+        """Look every outcome up; what needs no forward is answered in this turn."""
+        unanswerable: list[tuple[int, Source]] = []
+        self._counts.rounds += 1
+        for row, key in enumerate(message.keys()):
+            session = peer.sessions.get(key.request)
+            outcome = Outcome(message.num_accepted[row], message.bonus_tokens[row])
+            if session is None or session.key != key or not self._applies(session, outcome, message.committed_lens[row]):
+                # Not held here, or not as the verifier has it: it opens the session again.
+                self._drop(peer, key.request)
+                self._counts.rows_unknown += 1
+                unanswerable.append((row, "unknown"))
+                continue
+            if len(session.cache) and not session.is_cache_complete:
+                self._counts.early_outcomes += 1
+            if session.take_outcome(outcome, Due(message.ticket, row, "neural")):
+                self._counts.hits += 1
+            if session.main.length + session.lookahead + 1 > self._runner.context_length:
+                # The draft's context ends here; the request goes on without proposals.
+                self._drop(peer, key.request)
+                unanswerable.append((row, "none"))
+            elif session.needs_prefill and len(session.main.pending) > PREFILL_CHUNK_TOKENS:
+                # The verifier is ahead of a long prompt: it does not wait for it.
+                session.answered()
+                unanswerable.append((row, "none"))
+        if unanswerable:
+            rows, sources = zip(*unanswerable, strict=True)
+            self._send(peer_id, Proposal(message.ticket, list(rows), list(sources), [[] for _ in rows]))
+
+    def _applies(self, session: Session, outcome: Outcome, committed_len: int) -> bool:
+        """Whether the outcome continues what the session holds."""
+        return (
+            0 <= outcome.num_accepted <= len(session.main.drafted)
+            and 0 <= outcome.bonus_token < self._runner.vocab_size
+            and session.main.length + outcome.num_accepted + 1 == committed_len
+        )
+
+    def _close(self, peer: Peer, message: Close) -> None:
+        for request, generation in zip(message.requests, message.generations, strict=True):
+            session = peer.sessions.get(request)
+            if session is not None and session.key.generation <= generation:
+                self._drop(peer, request)
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def _has_work(self) -> bool:
+        return any(
+            session.needs_answer or session.needs_prefill or session.fork_lanes() for session in self._sessions()
+        )
+
+    def _run_urgent_forward(self) -> None:
+        sessions = self._sessions()
+        urgent = [session for session in sessions if session.needs_answer]
+        if urgent:
+            self._counts.backup_ms += self._run_lanes([(session, [session.main]) for session in urgent])
+            self._counts.backup_forwards += 1
+            return
+        prompts = [session for session in sessions if session.needs_prefill]
+        forks = [(session, lanes) for session in sessions if (lanes := session.fork_lanes())]
+        if prompts and not (forks and self._prefill_was_last):
+            self._prefill_was_last = True
+            # One that the verifier waits for goes first.
+            self._run_prefill(min(prompts, key=lambda session: session.due is None))
+        elif forks:
+            self._prefill_was_last = False
+            self._counts.fork_ms += self._run_lanes(forks)
+            self._counts.fork_forwards += 1
+
+    def _run_prefill(self, session: Session) -> None:
+        started = time.perf_counter()
+        main = session.main
+        chunk = main.pending[:PREFILL_CHUNK_TOKENS]
+        if not self._paths.reserve(main, len(chunk)):
+            self._starve(session)
+            return
+        is_last = len(chunk) == len(main.pending)
+        candidates = self._runner.extend(main.row, main.num_cached, chunk, self._num_candidates(session))
+        session.take_prefill(candidates if is_last else None, len(chunk))
+        self._counts.forwards += 1
+        self._counts.prefill_forwards += 1
+        self._counts.prefill_ms += (time.perf_counter() - started) * 1e3
+
+    def _run_lanes(self, work: list[tuple[Session, list[Path]]]) -> float:
+        """Forward the pending tokens of all these paths in one batch. Returns milliseconds."""
+        started = time.perf_counter()
+        lanes: list[Lane] = []
+        for session, paths in work:
+            for path in paths:
+                if self._paths.reserve(path, len(path.pending)):
+                    lanes.append(Lane(path, session.main.row, self._num_candidates(session), session.lookahead))
+                elif path is session.main:
+                    self._starve(session)
+                    lanes = [lane for lane in lanes if lane.base_row != session.main.row]
+                    break
+                else:
+                    self._counts.branches_denied += 1
+                    session.cache.discard(path)
+                    self._paths.release(path)
+        if lanes:
+            self._runner.step(lanes)
+            self._counts.forwards += 1
+        return (time.perf_counter() - started) * 1e3
+
+    def _num_candidates(self, session: Session) -> int:
+        """Ranks that forks of this session can need: the drafted token and all of the budget at one position."""
+        return session.budget + 1
+
+    def _starve(self, session: Session) -> None:
+        """No KV slot is left for the request itself: it goes on without proposals, and others get its room."""
+        self._counts.branches_denied += session.drop_branches()
+        for peer_id, peer in self._peers.items():
+            if peer.sessions.get(session.key.request) is session:
+                if session.due is not None:
+                    self._send(peer_id, Proposal(session.due.ticket, [session.due.row], ["none"], [[]]))
+                self._drop(peer, session.key.request)
+                return
+
+    # -- answer and fork -----------------------------------------------------------------------------------------
+
+    def _answer_ready(self) -> None:
+        """Send every complete proposal, the rows of one ticket in one message."""
+        for peer_id, peer in self._peers.items():
+            ready: dict[int, list[Session]] = {}
+            for session in peer.sessions.values():
+                if session.can_answer:
+                    ready.setdefault(session.due.ticket, []).append(session)
+            for ticket, sessions in ready.items():
+                self._send(
+                    peer_id,
+                    Proposal(
+                        ticket,
+                        [session.due.row for session in sessions],
+                        [session.due.source for session in sessions],
+                        [session.main.drafted for session in sessions],
+                    ),
+                )
+                for session in sessions:
+                    session.answered()
+
+    def _fork(self) -> None:
+        """Open branches for the outcomes of the rounds that verifiers work on now."""
+        for session in self._sessions():
+            if session.due is None and session.budget and not session.needs_prefill:
+                opened, denied = session.fork()
+                self._counts.branches_drafted += opened
+                self._counts.branches_denied += denied
+
+    # -- sessions and peers --------------------------------------------------------------------------------------
+
+    def _sessions(self) -> list[Session]:
+        return [session for peer in self._peers.values() for session in peer.sessions.values()]
+
+    def _drop(self, peer: Peer, request: int) -> None:
+        session = peer.sessions.pop(request, None)
+        if session is not None:
+            session.close()
+
+    def _forget(self, peer_id: bytes) -> None:
+        peer = self._peers.pop(peer_id, None)
+        if peer is not None:
+            for request in list(peer.sessions):
+                self._drop(peer, request)
+
+    def _forget_silent_peers(self) -> None:
+        now = time.monotonic()
+        for peer_id in [p for p, peer in self._peers.items() if now - peer.last_heard_s > SILENT_PEER_S]:
+            logger.info("a verifier was silent for %d s: its sessions are freed", SILENT_PEER_S)
+            self._forget(peer_id)
+
+    def _send(self, peer_id: bytes, message) -> None:
+        if not self._channel.send(peer_id, message):
+            self._counts.replies_dropped += 1
+
+
+class _Counts(msgspec.Struct):
+    """The counters of ``DraftStats`` that this loop keeps; those of the pools are read when asked for."""
+
+    rounds: int = 0
+    hits: int = 0
+    early_outcomes: int = 0
+    forwards: int = 0
+    fork_forwards: int = 0
+    backup_forwards: int = 0
+    prefill_forwards: int = 0
+    branches_drafted: int = 0
+    branches_denied: int = 0
+    opens_denied: int = 0
+    rows_unknown: int = 0
+    messages_malformed: int = 0
+    replies_dropped: int = 0
+    fork_ms: float = 0.0
+    backup_ms: float = 0.0
+    prefill_ms: float = 0.0

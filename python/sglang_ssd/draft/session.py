@@ -1,0 +1,137 @@
+"""One request on the draft's side: its main path, its speculation cache, and the answer it owes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sglang_ssd.algorithm.fan_out import Allocator, FanOutQuery
+from sglang_ssd.algorithm.outcome import Outcome
+from sglang_ssd.draft.forking_paths import ForkingPaths, Path
+from sglang_ssd.draft.speculation_cache import SpeculationCache
+from sglang_ssd.wire.messages import RowKey, Source
+
+
+class Due(NamedTuple):
+    """An answer that is owed: the row of a ticket, and what its source will be called."""
+
+    ticket: int
+    row: int
+    source: Source
+
+
+class Session:
+    """Life: open (prompt pending) -> prefilled -> [outcome -> complete the proposal -> answer -> fork]* -> close.
+
+    ``main.drafted`` is at once the proposal in the making and, after the answer, the proposal under verification.
+    """
+
+    def __init__(self, key: RowKey, main: Path, lookahead: int, budget: int, paths: ForkingPaths, allocate: Allocator):
+        self.key = key
+        self.main = main
+        self.lookahead = lookahead
+        self.budget = budget
+        self.cache = SpeculationCache()
+        self.due: Due | None = None
+        self._paths = paths
+        self._allocate = allocate
+        self._after_hit = False
+        self._forked: set[int] = set()
+        self._is_prefilled = False
+
+    # -- where it stands -----------------------------------------------------------------------------------------
+
+    @property
+    def needs_prefill(self) -> bool:
+        return not self._is_prefilled
+
+    @property
+    def needs_answer(self) -> bool:
+        """An answer is owed and the proposal is not complete."""
+        return self.due is not None and self._is_prefilled and len(self.main.drafted) < self.lookahead
+
+    @property
+    def can_answer(self) -> bool:
+        return self.due is not None and self._is_prefilled and len(self.main.drafted) == self.lookahead
+
+    @property
+    def is_cache_complete(self) -> bool:
+        """Every branch has its K tokens."""
+        return all(len(branch.drafted) == self.lookahead for branch in self.cache.branches())
+
+    def fork_lanes(self) -> list[Path]:
+        """Paths whose next token is worth a forward while the outcome is unknown: the main path, once, for the
+        candidates after its last token; and all branches that are not complete."""
+        if self.due is not None or not self._is_prefilled or not self.budget:
+            return []
+        lanes = [branch for branch in self.cache.branches() if len(branch.drafted) < self.lookahead]
+        if len(self.main.ranks) == len(self.main.drafted):
+            lanes.insert(0, self.main)
+        return lanes
+
+    # -- what happens to it --------------------------------------------------------------------------------------
+
+    def take_prefill(self, candidates: list[int] | None, num_tokens: int) -> None:
+        """A chunk of the prompt was forwarded. ``candidates``: ranks after it, for the last chunk."""
+        del self.main.pending[:num_tokens]
+        self.main.num_cached += num_tokens
+        if self.main.pending:
+            return
+        self._is_prefilled = True
+        # The prompt counts as a proposal of length 0, whose outcome is the first token. If that token came while the
+        # prompt was forwarded, it is part of it, and these candidates are already the first draft.
+        self.main.ranks = [candidates]
+        if self.due is not None:
+            self.main.drafted = [candidates[0]]
+            self.main.pending = [candidates[0]]
+
+    def take_outcome(self, outcome: Outcome, due: Due) -> bool:
+        """The verifier's outcome arrived. True when a branch stood for it; ``due.source`` is set accordingly."""
+        if not self._is_prefilled:
+            self.main.pending.append(outcome.bonus_token)
+            self.main.length += 1
+            self.due = due._replace(source="neural")
+            return False
+        winner = self.cache.take(outcome)
+        self.drop_branches()
+        if winner is not None:
+            self._paths.adopt(self.main, winner)
+        else:
+            self._paths.rewind(self.main, *outcome)
+        self.due = due._replace(source="hit" if winner else "neural")
+        return winner is not None
+
+    def fork(self) -> tuple[int, int]:
+        """Open branches for the positions whose candidates are known by now. Returns (opened, denied)."""
+        main, num_opened, num_denied = self.main, 0, 0
+        length = len(main.drafted)
+        counts = self._allocate(FanOutQuery(length, self.budget, self._after_hit))
+        for position in range(len(main.ranks)):
+            if position in self._forked:
+                continue
+            self._forked.add(position)
+            # At k < length the drafted token was rejected, so it cannot be the bonus.
+            first = 1 if position < length else 0
+            for token in main.ranks[position][first : first + counts[position]]:
+                branch = self._paths.fork(main, position, token)
+                if branch is None:
+                    num_denied += 1
+                    continue
+                self.cache.put(Outcome(position, token), branch)
+                num_opened += 1
+        return num_opened, num_denied
+
+    def answered(self) -> None:
+        self._after_hit = self.due.source == "hit"
+        self.due = None
+        self._forked.clear()
+
+    def drop_branches(self) -> int:
+        """Release every branch. Returns how many."""
+        dropped = self.cache.clear()
+        for branch in dropped:
+            self._paths.release(branch)
+        return len(dropped)
+
+    def close(self) -> None:
+        self.drop_branches()
+        self._paths.release(self.main)

@@ -1,0 +1,126 @@
+"""``python -m sglang_ssd.launch_draft``: the draft process, for any number of verifiers."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+
+from sglang_ssd.bridge.environment import parse_cores, pin_process, use_cpu_engine
+
+logger = logging.getLogger("sglang_ssd.draft")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang_ssd.launch_draft", description=__doc__)
+    add = parser.add_argument
+    add("--model-path", required=True, help="The draft model.")
+    add("--endpoint", required=True, help="ZeroMQ endpoint to listen on, such as ipc:///run/draft or tcp://127.0.0.1:5555.")
+    add("--device", choices=("cpu", "cuda"), help="Default: cuda where torch sees a GPU.")
+    add("--dtype", default="auto", help="Data type of weights and activations.")
+    add("--attention-backend", help="SGLang attention backend.")
+    add("--cores", help="CPU only: cores to run on, such as 1 or 2-3.")
+    add("--max-sessions", type=int, default=64, help="Requests served at a time, over all verifiers.")
+    add("--max-rows", type=int, default=1024, help="Sessions and branches at a time.")
+    add("--max-total-tokens", type=int, help="KV slots. Default: from free memory.")
+    add("--context-length", type=int, help="Longest sequence in tokens. Default: the model's own.")
+    add("--mem-fraction-static", type=float, help="As SGLang's flag; GPU only.")
+    add("--trust-remote-code", action="store_true", help="Allow code that comes with the model.")
+    add("--log-level", default="info", help="Level of the log.")
+    add("--ready-fd", type=int, help=argparse.SUPPRESS)
+    add("--stop-with-parent", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(level=args.log_level.upper(), format="[%(asctime)s draft] %(message)s", datefmt="%H:%M:%S")
+    # SGLang sets up the root logger as well; ours must keep speaking.
+    logging.getLogger("sglang_ssd").setLevel(args.log_level.upper())
+    try:
+        return _serve(args)
+    except (OSError, ValueError) as error:
+        print(f"sglang_ssd.launch_draft: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.stop_with_parent:
+        from sglang_ssd.bridge.process import die_with_parent
+
+        die_with_parent()
+    if args.max_sessions < 1:
+        raise ValueError(f"--max-sessions {args.max_sessions}: must be 1 or more")
+    if args.max_rows < args.max_sessions:
+        raise ValueError(f"--max-rows {args.max_rows}: must be at least --max-sessions {args.max_sessions}")
+    device = args.device or _detect_device()
+    if device == "cpu":
+        use_cpu_engine()
+        pin_process(parse_cores(args.cores, "--cores") if args.cores else sorted(os.sched_getaffinity(0)))
+    from sglang_ssd.bridge.draft_runner import DraftModelRunner, DraftRunnerConfig
+    from sglang_ssd.bridge.preflight import model_facts
+    from sglang_ssd.bridge.server_args import tokenizer_fingerprint
+    from sglang_ssd.draft.runner import DraftRunner
+    from sglang_ssd.draft.server import DraftIdentity, DraftServer
+    from sglang_ssd.wire.channel import DraftChannel
+
+    facts = model_facts("--model-path", args.model_path, args.dtype, device, args.trust_remote_code)
+    model = DraftModelRunner(
+        DraftRunnerConfig(
+            model_path=args.model_path,
+            device=device,
+            dtype=facts.dtype,
+            attention_backend=args.attention_backend,
+            max_rows=args.max_rows,
+            kv_tokens=args.max_total_tokens or _default_kv_tokens(facts, device),
+            context_length=args.context_length,
+            trust_remote_code=args.trust_remote_code,
+            mem_fraction_static=args.mem_fraction_static,
+        )
+    )
+    identity = DraftIdentity(
+        os.path.basename(args.model_path.rstrip("/")), tokenizer_fingerprint(args.model_path), args.max_sessions
+    )
+    channel = DraftChannel(args.endpoint)
+    server = DraftServer(channel, DraftRunner(model), identity)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    if args.ready_fd is not None:
+        os.write(args.ready_fd, b"ready\n")
+        os.close(args.ready_fd)
+    logger.info("draft %s listens on %s", identity.model, channel.endpoint)
+    try:
+        server.run()
+    finally:
+        channel.close()
+        logger.info("draft %s stopped", identity.model)
+    return 0
+
+
+def _default_kv_tokens(facts, device: str) -> int | None:
+    """On a CPU a pool of what is free; on a GPU SGLang's own choice."""
+    if device != "cpu":
+        return None
+    from sglang_ssd.bridge.memory import available_host_bytes, plan_pools
+
+    plan = plan_pools(
+        available_bytes=available_host_bytes(),
+        weight_bytes=facts.weight_bytes,
+        target_token_bytes=facts.kv_token_bytes,
+        draft_token_bytes=0,
+        context_length=facts.context_length,
+    )
+    return plan.target_tokens
+
+
+def _detect_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

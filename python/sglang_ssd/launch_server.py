@@ -1,0 +1,166 @@
+"""``python -m sglang_ssd.launch_server``: SGLang's server with SSD as its default algorithm.
+
+Every flag of SGLang works; ``--help`` shows ours in a group of their own. Bad input ends with one line and exit code 2
+before anything is started; a start that fails later ends with one line and exit code 1, and leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from sglang_ssd.bridge.environment import bind_target_ranks, split_cores, use_cpu_engine
+from sglang_ssd.draft_process import DraftProcess
+
+if TYPE_CHECKING:
+    from sglang_ssd.bridge.server_args import SSDServerArgs
+
+logger = logging.getLogger("sglang_ssd")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check, start, serve, and clean up. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if _asked_device(argv) == "cpu":
+        use_cpu_engine()
+    from sglang_ssd.bridge.server_args import parse_server_args
+
+    try:
+        args = parse_server_args(argv)
+        prepared = prepare(args)
+    except ValueError as error:
+        print(f"sglang_ssd: error: {error}", file=sys.stderr)
+        return 2
+    return serve(args, prepared)
+
+
+def prepare(args: SSDServerArgs) -> list[str]:
+    """Check what can be known to fail and fill in cores and memory. Returns the arguments of the draft process, an
+    empty list where none is started. Raises ValueError in one line."""
+    from sglang_ssd.bridge.preflight import check_port, check_same_vocabulary, model_facts
+
+    check_port(args)
+    target = model_facts("--model-path", args.model_path, args.dtype, args.device, args.trust_remote_code)
+    args.dtype = target.dtype
+    starts_draft = args.ssd_mode != "off" and args.ssd_draft_endpoint is None
+    draft = None
+    if starts_draft:
+        draft = model_facts(
+            "--speculative-draft-model-path",
+            args.speculative_draft_model_path,
+            args.ssd_draft_dtype,
+            args.device,
+            args.trust_remote_code,
+        )
+        check_same_vocabulary(target, draft)
+    draft_cores: list[int] = []
+    if args.device == "cpu":
+        cores = split_cores(args.ssd_target_cores, args.ssd_draft_cores, needs_draft=starts_draft)
+        bind_target_ranks(cores.target, args.tp_size)
+        draft_cores = cores.draft
+        logger.info("cores: target %s, draft %s", cores.target, cores.draft or "none")
+        _size_pools(args, target, draft)
+    return _draft_arguments(args, draft_cores) if starts_draft else []
+
+
+def _size_pools(args: SSDServerArgs, target, draft) -> None:
+    """Choose the KV pools of both processes where the user did not."""
+    from sglang_ssd.bridge.memory import available_host_bytes, plan_pools
+
+    if args.max_total_tokens is not None and (draft is None or args.ssd_draft_max_total_tokens is not None):
+        return
+    plan = plan_pools(
+        available_bytes=available_host_bytes(),
+        weight_bytes=target.weight_bytes + (draft.weight_bytes if draft else 0),
+        target_token_bytes=target.kv_token_bytes,
+        draft_token_bytes=draft.kv_token_bytes if draft else 0,
+        context_length=args.context_length or target.context_length,
+    )
+    logger.info("%s", plan.describe())
+    if args.max_total_tokens is None:
+        args.max_total_tokens = plan.target_tokens
+    if draft is not None and args.ssd_draft_max_total_tokens is None:
+        args.ssd_draft_max_total_tokens = plan.draft_tokens
+
+
+def _draft_arguments(args: SSDServerArgs, cores: list[int]) -> list[str]:
+    # Room for every session to use its whole budget, within reason: beyond it branches are denied and counted.
+    max_rows = args.ssd_draft_max_sessions + min(4096, args.ssd_draft_max_sessions * args.ssd_fan_out_budget)
+    options = {
+        "--model-path": args.speculative_draft_model_path,
+        "--device": args.device,
+        "--dtype": args.ssd_draft_dtype,
+        "--attention-backend": args.ssd_draft_attention_backend,
+        "--cores": ",".join(map(str, cores)) or None,
+        "--max-sessions": args.ssd_draft_max_sessions,
+        "--max-rows": max_rows,
+        "--max-total-tokens": args.ssd_draft_max_total_tokens,
+        "--log-level": args.log_level,
+    }
+    arguments = [str(part) for name, value in options.items() if value is not None for part in (name, value)]
+    return [*arguments, "--trust-remote-code"] if args.trust_remote_code else arguments
+
+
+#: The draft that this process started. Signal handlers need it, and SGLang pickles the one we give it.
+_draft: DraftProcess | None = None
+
+
+def serve(args: SSDServerArgs, draft_arguments: list[str]) -> int:
+    """Start the draft and the server, and serve until a signal. Returns the exit code."""
+    global _draft
+    from sglang.srt.entrypoints.http_server import launch_server
+
+    from sglang_ssd.plugin import register_algorithm, run_scheduler
+
+    register_algorithm()
+    if draft_arguments:
+        _draft = DraftProcess(draft_arguments)
+        args.ssd_draft_endpoint = _draft.endpoint
+        _draft.watch(_fail)
+    # SGLang's processes report a failure with SIGQUIT; its own handler would leave our draft and socket behind.
+    args.custom_sigquit_handler = _on_sigquit
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        launch_server(args, run_scheduler_process_func=run_scheduler)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        _clean_up()
+    return 0
+
+
+def _clean_up() -> None:
+    from sglang.srt.utils import kill_process_tree
+
+    if _draft is not None:
+        _draft.stop()
+    kill_process_tree(os.getpid(), include_parent=False, wait_timeout=None)
+
+
+def _fail(reason: str) -> None:
+    print(f"sglang_ssd: error: {reason}", file=sys.stderr, flush=True)
+    _clean_up()
+    os._exit(1)
+
+
+def _on_sigquit(signal_number: int, frame) -> None:
+    _fail("a server process failed; see its lines above")
+
+
+def _asked_device(argv: list[str]) -> str:
+    """The device that the command line names, else what there is: must be known before sglang is imported."""
+    for i, argument in enumerate(argv):
+        if argument == "--device" and i + 1 < len(argv):
+            return argv[i + 1]
+        if argument.startswith("--device="):
+            return argument.partition("=")[2]
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The verifier's side of a round, inside SGLang's scheduler process."""

@@ -1,0 +1,287 @@
+"""The verifier's line to one draft: sessions, outcomes out, proposals in. Every wait has a limit.
+
+States: ``alive`` while answers come in time; ``degraded`` after one did not: nothing is waited for until the draft
+says something again; ``down`` when it does not answer pings either. Requests go on in every state.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, VerifierSession
+from sglang_ssd.wire.channel import VerifierChannel
+from sglang_ssd.wire.messages import (
+    Close,
+    CloseReason,
+    DraftStats,
+    Hello,
+    MalformedMessage,
+    Open,
+    Ping,
+    Pong,
+    Proposal,
+    Refuse,
+    Round,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+DraftState = Literal["alive", "degraded", "down"]
+
+PING_INTERVAL_S = 1.0
+#: Silence after which the draft counts as down.
+DOWN_AFTER_S = 5.0
+#: Tickets whose answers are still expected; older ones are given up.
+_MAX_OPEN_TICKETS = 1024
+
+
+class DraftRefused(RuntimeError):
+    """The draft does not work with this verifier. Holds one line that says why."""
+
+
+class DraftUnreachable(RuntimeError):
+    """No draft answered in time."""
+
+
+class ClientCounts(NamedTuple):
+    """What went wrong on the line and was dropped on purpose."""
+
+    timeouts: int = 0
+    late_rows: int = 0
+    malformed: int = 0
+    sends_refused: int = 0
+    reopened: int = 0
+
+
+class RowOutcome(NamedTuple):
+    """What one verification decided for one session, its tokens already committed."""
+
+    session: VerifierSession
+    num_accepted: int
+    bonus_token: int
+
+
+class DraftClient:
+    """Speaks for TP rank 0 of one verifier to one draft."""
+
+    def __init__(self, endpoint: str, hello: Hello, round_timeout_ms: float) -> None:
+        self.endpoint = endpoint
+        self.state: DraftState = "alive"
+        self.welcome: Welcome | None = None
+        self.draft_stats = DraftStats()
+        self.counts = ClientCounts()
+        self._hello = hello
+        self._round_timeout_ms = round_timeout_ms
+        self._channel = VerifierChannel(endpoint)
+        self._tickets: dict[int, list[VerifierSession]] = {}
+        self._sessions: set[VerifierSession] = set()
+        self._next_ticket = 1
+        self._last_heard_s = time.monotonic()
+        self._last_ping_s = 0.0
+
+    # -- connection ----------------------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float) -> Welcome:
+        """Shake hands. Raises ``DraftRefused`` or ``DraftUnreachable``."""
+        self._channel.send(self._hello)
+        deadline = time.monotonic() + timeout_s
+        while self.welcome is None:
+            remaining_ms = (deadline - time.monotonic()) * 1e3
+            if remaining_ms <= 0:
+                raise DraftUnreachable(f"no draft answered at {self.endpoint} within {timeout_s:.0f} s")
+            try:
+                message = self._channel.receive(remaining_ms)
+            except MalformedMessage as error:
+                raise DraftRefused(f"the peer at {self.endpoint} speaks another protocol: {error}") from None
+            if isinstance(message, Refuse):
+                raise DraftRefused(message.reason)
+            if message is not None:
+                self._take(message)
+        return self.welcome
+
+    def tend(self) -> None:
+        """Take in what has arrived and keep the line alive. Called once a scheduler turn."""
+        self._receive(timeout_ms=0)
+        now = time.monotonic()
+        if now - self._last_ping_s >= PING_INTERVAL_S:
+            self._last_ping_s = now
+            self._send(Ping(self._next_ticket))
+            if now - self._last_heard_s > DOWN_AFTER_S:
+                self._become("down")
+
+    def disconnect(self) -> None:
+        self._channel.send(Refuse("the verifier leaves"))
+        self._channel.close()
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    def open(self, session: VerifierSession) -> None:
+        """Tell the draft of a request whose tokens are all certain (no bonus token is pending)."""
+        self._sessions.add(session)
+        session.is_held = self._send(Open(*session.key, session.tokens))
+
+    def close(self, sessions: Iterable[VerifierSession], reason: CloseReason) -> None:
+        """Forget these sessions on both sides."""
+        keys = []
+        for session in sessions:
+            self._sessions.discard(session)
+            session.ticket = None
+            keys.append(session.key)
+        if keys:
+            self._send(Close([key.request for key in keys], [key.generation for key in keys], reason))
+
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def send_outcomes(self, outcomes: list[RowOutcome]) -> None:
+        """Say how a verification ended. What the draft does not hold is opened again first."""
+        rows: list[RowOutcome] = []
+        for outcome in outcomes:
+            session = outcome.session
+            if session not in self._sessions:
+                continue
+            if not session.is_held:
+                # Opened without the bonus token: for the draft this is a prompt whose first token came.
+                session.is_held = self._send(Open(*session.key, session.tokens[:-1]))
+                self._count(reopened=1)
+                outcome = RowOutcome(session, 0, outcome.bonus_token)
+            rows.append(outcome)
+        if not rows:
+            return
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        sent = self._send(
+            Round(
+                ticket,
+                [row.session.key.request for row in rows],
+                [row.session.key.generation for row in rows],
+                [len(row.session.tokens) for row in rows],
+                [row.num_accepted for row in rows],
+                [row.bonus_token for row in rows],
+            )
+        )
+        for row in rows:
+            row.session.proposed = None if sent else NOTHING_PROPOSED
+            row.session.ticket = ticket if sent else None
+            row.session.is_held = row.session.is_held and sent
+        if sent:
+            self._tickets[ticket] = [row.session for row in rows]
+            if len(self._tickets) > _MAX_OPEN_TICKETS:
+                del self._tickets[next(iter(self._tickets))]
+
+    def collect(self, sessions: list[VerifierSession]) -> list[ProposedRow]:
+        """The proposals of these sessions. Waits for those that are on their way, up to the round's limit."""
+        deadline = time.monotonic() + (self._round_timeout_ms / 1e3 if self.state == "alive" else 0.0)
+        while any(session.ticket is not None for session in sessions):
+            remaining_ms = (deadline - time.monotonic()) * 1e3
+            if not self._receive(max(0.0, remaining_ms)) and remaining_ms <= 0:
+                self._give_up(sessions)
+                break
+        proposals = [session.proposed or NOTHING_PROPOSED for session in sessions]
+        for session in sessions:
+            session.proposed = None
+        return proposals
+
+    def _give_up(self, sessions: list[VerifierSession]) -> None:
+        late = [session for session in sessions if session.ticket is not None]
+        for session in late:
+            session.ticket = None
+        self._count(timeouts=1)
+        if self.state == "alive":
+            self._become("degraded")
+
+    # -- the line ------------------------------------------------------------------------------------------------
+
+    def _send(self, message) -> bool:
+        sent = self._channel.send(message)
+        if not sent:
+            self._count(sends_refused=1)
+        return sent
+
+    def _receive(self, timeout_ms: float) -> bool:
+        """Take in one message, and all others that are already here. False when none came in time."""
+        received = False
+        while True:
+            try:
+                message = self._channel.receive(0 if received else timeout_ms)
+            except MalformedMessage as error:
+                self._count(malformed=1)
+                logger.warning("dropped what the draft at %s sent: %s", self.endpoint, error)
+                received = True
+                continue
+            if message is None:
+                return received
+            received = True
+            self._last_heard_s = time.monotonic()
+            self._take(message)
+
+    def _take(self, message) -> None:
+        if isinstance(message, Proposal):
+            self._take_proposal(message)
+        elif isinstance(message, Pong):
+            self.draft_stats = message.stats
+        elif isinstance(message, Ping):
+            self._send(Pong(message.nonce, DraftStats()))
+        elif isinstance(message, Welcome):
+            if self.welcome is None or message.boot_id != self.welcome.boot_id:
+                for session in self._sessions:
+                    session.is_held = False
+            self.welcome = message
+        elif isinstance(message, Refuse):
+            # It was restarted, or it freed us: greet again, and open again what is still needed.
+            logger.warning("the draft at %s: %s", self.endpoint, message.reason)
+            for session in self._sessions:
+                session.is_held = False
+                session.ticket = None
+            self._send(self._hello)
+            return
+        self._become("alive")
+
+    def _take_proposal(self, message: Proposal) -> None:
+        sessions = self._tickets.get(message.ticket)
+        if sessions is None:
+            self._count(late_rows=len(message.rows))
+            return
+        for row, source, token_ids in zip(message.rows, message.sources, message.token_ids, strict=True):
+            if not 0 <= row < len(sessions):
+                self._count(malformed=1)
+                continue
+            session = sessions[row]
+            if session.ticket != message.ticket:
+                self._count(late_rows=1)
+                continue
+            session.ticket = None
+            if not self._is_legal(token_ids):
+                self._count(malformed=1)
+                session.proposed = NOTHING_PROPOSED
+                session.is_held = False
+                continue
+            session.proposed = ProposedRow(source, token_ids)
+            if source == "unknown":
+                session.is_held = False
+        if all(session.ticket != message.ticket for session in sessions):
+            del self._tickets[message.ticket]
+
+    def _is_legal(self, token_ids: list[int]) -> bool:
+        vocab_size = self._hello.vocab_size
+        return len(token_ids) <= self._hello.lookahead and all(0 <= token < vocab_size for token in token_ids)
+
+    def _become(self, state: DraftState) -> None:
+        if state != self.state:
+            logger.log(
+                logging.INFO if state == "alive" else logging.WARNING,
+                "draft at %s is %s (was %s)",
+                self.endpoint,
+                state,
+                self.state,
+            )
+            self.state = state
+
+    def _count(self, **deltas: int) -> None:
+        self.counts = self.counts._replace(**{name: getattr(self.counts, name) + d for name, d in deltas.items()})

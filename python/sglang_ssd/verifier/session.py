@@ -1,0 +1,44 @@
+"""One request on the verifier's side: its name on the wire, its tokens and what the draft holds of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sglang_ssd.wire.messages import RowKey, Source
+
+
+class ProposedRow(NamedTuple):
+    """What one row verifies: up to K tokens and where they come from."""
+
+    source: Source
+    token_ids: list[int]
+
+
+NOTHING_PROPOSED = ProposedRow("none", [])
+
+
+class RoundRecord(NamedTuple):
+    """One verification of one row, for ``meta_info``. ``accept_length`` counts emitted tokens, the bonus included."""
+
+    source: Source
+    accept_length: int
+
+
+@dataclass(eq=False, slots=True)
+class VerifierSession:
+    """``tokens`` are the committed ones and the pending bonus token. ``is_held``: the draft was told of them.
+
+    ``ticket`` names the round whose proposal is awaited, ``proposed`` is that proposal once it is here.
+    ``request`` is SGLang's own object, read for its finish and retract state only.
+    """
+
+    key: RowKey
+    request: Any
+    tokens: list[int]
+    is_held: bool = False
+    is_closed: bool = False
+    num_rounds: int = 0
+    ticket: int | None = None
+    proposed: ProposedRow | None = None
+    new_records: list[RoundRecord] = field(default_factory=list)

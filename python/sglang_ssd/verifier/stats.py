@@ -1,0 +1,126 @@
+"""What a verifier counts: one place for ``/server_info``, Prometheus and the log line."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from sglang_ssd.verifier.session import RoundRecord
+
+logger = logging.getLogger(__name__)
+
+
+class RoundCounts(msgspec.Struct):
+    """Sums since start. A round is one verify forward; hits, misses and emitted tokens count its rows."""
+
+    rounds: int = 0
+    rows: int = 0
+    hits: int = 0
+    misses: int = 0
+    emitted: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    first_rounds: int = 0
+    first_hits: int = 0
+    draft_wait_ms: float = 0.0
+    verify_ms: float = 0.0
+
+
+def ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+class VerifierStats:
+    """Counts rounds, says so once an interval, and feeds Prometheus where SGLang's metrics are on."""
+
+    def __init__(self, log_interval_rounds: int, metrics_labels: dict[str, str] | None) -> None:
+        self.counts = RoundCounts()
+        self._log_interval_rounds = log_interval_rounds
+        self._logged = RoundCounts()
+        self._metrics = _Metrics(metrics_labels) if metrics_labels is not None else None
+
+    def add_round(
+        self, records: list[RoundRecord], num_first: int, num_first_hits: int, num_proposed: int, wait_ms: float, verify_ms: float
+    ) -> None:
+        """Take in one verify forward. ``num_first``: rows whose request had its first verification."""
+        counts, hits = self.counts, sum(record.source == "hit" for record in records)
+        emitted = sum(record.accept_length for record in records)
+        counts.rounds += 1
+        counts.rows += len(records)
+        counts.hits += hits
+        counts.misses += len(records) - hits
+        counts.emitted += emitted
+        counts.proposed += num_proposed
+        counts.accepted += emitted - len(records)
+        counts.first_rounds += num_first
+        counts.first_hits += num_first_hits
+        counts.draft_wait_ms += wait_ms
+        counts.verify_ms += verify_ms
+        if self._metrics is not None:
+            self._metrics.add(hits, len(records) - hits, num_proposed, emitted - len(records), wait_ms, verify_ms)
+        if counts.rounds - self._logged.rounds >= self._log_interval_rounds:
+            self._log()
+
+    def _log(self) -> None:
+        now, then = self.counts, self._logged
+        rows, rounds = now.rows - then.rows, now.rounds - then.rounds
+        logger.info(
+            "SSD: %d rounds, hit rate %.3f, accept length %.2f, draft wait %.2f ms, verify %.2f ms",
+            now.rounds,
+            ratio(now.hits - then.hits, rows),
+            ratio(now.emitted - then.emitted, rows),
+            ratio(now.draft_wait_ms - then.draft_wait_ms, rounds),
+            ratio(now.verify_ms - then.verify_ms, rounds),
+        )
+        self._logged = msgspec.structs.replace(now)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Figures for people: ratios and means a round next to the sums."""
+        counts = self.counts
+        return {
+            "rounds": counts.rounds,
+            "rows": counts.rows,
+            "hits": counts.hits,
+            "misses": counts.misses,
+            "hit_rate": ratio(counts.hits, counts.rows),
+            "first_rounds": counts.first_rounds,
+            "first_hit_rate": ratio(counts.first_hits, counts.first_rounds),
+            "accept_length": ratio(counts.emitted, counts.rows),
+            "proposed": counts.proposed,
+            "accepted": counts.accepted,
+            "draft_wait_ms": ratio(counts.draft_wait_ms, counts.rounds),
+            "verify_ms": ratio(counts.verify_ms, counts.rounds),
+        }
+
+
+class _Metrics:
+    """``sglang_ssd_*`` series beside SGLang's own, in the same multi-process registry."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        from prometheus_client import Counter, Histogram
+
+        names = list(labels)
+
+        def counter(name: str, text: str):
+            return Counter(f"sglang_ssd_{name}", text, names).labels(**labels)
+
+        def histogram(name: str, text: str):
+            buckets = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+            return Histogram(f"sglang_ssd_{name}", text, names, buckets=buckets).labels(**labels)
+
+        self._hits = counter("hits", "Rows whose proposal was prepared before the outcome was known.")
+        self._misses = counter("misses", "Rows whose proposal was not prepared.")
+        self._proposed = counter("proposed_tokens", "Draft tokens verified.")
+        self._accepted = counter("accepted_tokens", "Draft tokens accepted.")
+        self._wait_ms = histogram("draft_wait_ms", "Milliseconds a round waited for proposals.")
+        self._verify_ms = histogram("verify_ms", "Milliseconds of the target's verify forward.")
+
+    def add(self, hits: int, misses: int, proposed: int, accepted: int, wait_ms: float, verify_ms: float) -> None:
+        self._hits.inc(hits)
+        self._misses.inc(misses)
+        self._proposed.inc(proposed)
+        self._accepted.inc(accepted)
+        self._wait_ms.observe(wait_ms)
+        self._verify_ms.observe(verify_ms)

@@ -1,0 +1,183 @@
+"""The verifier's round, top to bottom: collect proposals, verify, accept, send the outcome.
+
+SGLang calls ``forward_batch_generation`` once a scheduler turn. The outcome leaves as soon as it is known, before the
+scheduler's bookkeeping; proposals are collected at the next round's start, so the two overlap.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from sglang_ssd.algorithm.verification import Verified as Verdict
+from sglang_ssd.algorithm.verification import agree
+from sglang_ssd.bridge.parallel import broadcast_from_first_rank
+from sglang_ssd.bridge.speculative import SpecWorkerBase, Verified
+from sglang_ssd.verifier.draft_client import DraftClient, RowOutcome
+from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, RoundRecord, VerifierSession
+from sglang_ssd.verifier.stats import VerifierStats
+from sglang_ssd.wire.messages import RowKey
+
+
+class SSDWorker(SpecWorkerBase):
+    """Verifies proposals of a draft in another process. TP rank 0 speaks to it; all ranks run the same rounds."""
+
+    def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        self.client: DraftClient | None = None
+        self.stats: VerifierStats | None = None
+        self._sessions: dict[str, VerifierSession] = {}
+        self._num_requests = 0
+
+    def attach(self, client: DraftClient | None, stats: VerifierStats) -> None:
+        """Tie the worker to its draft. ``client`` is None on all TP ranks but the first."""
+        self.client, self.stats = client, stats
+
+    def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            return self._prefill(batch, on_publish, pp_proxy_tensors)
+        return self._round(batch, on_publish)
+
+    def _prefill(self, batch, on_publish, pp_proxy_tensors):
+        # The draft reads the prompt while the target does.
+        self._open_new(batch.reqs or [])
+        result = self.run_prefill(batch, pp_proxy_tensors)
+        if not batch.forward_mode.is_idle():
+            self._send_first_tokens(batch, result.next_token_ids)
+        return self.prefill_result(batch, result, on_publish)
+
+    def _round(self, batch, on_publish):
+        sessions = [self._sessions.get(request.rid) for request in batch.reqs]
+        started = time.perf_counter()
+        proposals = self._collect(sessions)
+        collected = time.perf_counter()
+        draft_tokens, lengths = pad(proposals, self.lookahead, self.device)
+        verified = self.run_verify(batch, draft_tokens)
+        verdict, token_ids = self._accept(verified, draft_tokens, lengths)
+        verified_at = time.perf_counter()
+        self._send_outcomes(sessions, proposals, verdict, token_ids)
+        self._count(sessions, proposals, verdict, (collected - started) * 1e3, (verified_at - collected) * 1e3)
+        return self.verify_result(batch, verified, token_ids, verdict.num_accepted, on_publish)
+
+    def _collect(self, sessions: list[VerifierSession | None]) -> list[ProposedRow]:
+        """One proposal a row, the same on all ranks."""
+        proposals = [NOTHING_PROPOSED] * len(sessions)
+        if self.client is not None:
+            known = [session for session in sessions if session is not None]
+            by_session = dict(zip(known, self.client.collect(known), strict=True))
+            proposals = [by_session.get(session, NOTHING_PROPOSED) for session in sessions]
+        return broadcast_from_first_rank(proposals)
+
+    def _accept(
+        self, verified: Verified, draft_tokens: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[Verdict, torch.Tensor]:
+        """Greedy: accept while the draft's token is the target's own. Returns the target's tokens, int64 [B, K+1]."""
+        target_tokens = verified.logits.argmax(dim=-1)
+        return agree(target_tokens, draft_tokens, lengths), target_tokens
+
+    def _send_outcomes(self, sessions, proposals, verdict: Verdict, token_ids: torch.Tensor) -> None:
+        outcomes = []
+        for session, proposal, accepted, tokens in zip(
+            sessions, proposals, verdict.num_accepted.tolist(), token_ids.tolist(), strict=True
+        ):
+            if session is None:
+                continue
+            session.tokens.extend(tokens[: accepted + 1])
+            session.num_rounds += 1
+            session.new_records.append(RoundRecord(proposal.source, accepted + 1))
+            outcomes.append(RowOutcome(session, accepted, tokens[accepted]))
+        if self.client is not None:
+            self.client.send_outcomes(outcomes)
+
+    def _count(self, sessions, proposals, verdict: Verdict, wait_ms: float, verify_ms: float) -> None:
+        if self.stats is None:
+            return
+        records = [
+            RoundRecord(proposal.source, accepted + 1)
+            for proposal, accepted in zip(proposals, verdict.num_accepted.tolist(), strict=True)
+        ]
+        first = [s is not None and s.num_rounds == 1 for s in sessions]
+        first_hits = sum(is_first and record.source == "hit" for is_first, record in zip(first, records, strict=True))
+        num_proposed = sum(len(proposal.token_ids) for proposal in proposals)
+        self.stats.add_round(records, sum(first), first_hits, num_proposed, wait_ms, verify_ms)
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    def _open_new(self, requests: list[Any]) -> None:
+        """Open a session for every request that enters, or enters again after it was retracted."""
+        for request in requests:
+            generation = request.retraction_count
+            session = self._sessions.get(request.rid)
+            if session is not None and session.request is request and session.key.generation == generation:
+                continue  # A later chunk of its prompt.
+            if request.sampling_params.max_new_tokens <= 1:
+                continue  # Nothing will be drafted.
+            returns = session is not None and session.request is request
+            key = RowKey(session.key.request if returns else self._new_number(), generation)
+            records = session.new_records if returns else []
+            session = VerifierSession(key, request, [*request.origin_input_ids, *request.output_ids], new_records=records)
+            self._sessions[request.rid] = session
+            if self.client is not None:
+                self.client.open(session)
+
+    def _send_first_tokens(self, batch, next_token_ids: torch.Tensor) -> None:
+        """The first token of a prompt is an outcome too: nothing was proposed, and the bonus token is known."""
+        outcomes = []
+        for request, token in zip(batch.reqs, next_token_ids.tolist(), strict=True):
+            session = self._sessions.get(request.rid)
+            if session is None or session.is_closed or request is batch.chunked_req:
+                continue
+            session.tokens.append(token)
+            outcomes.append(RowOutcome(session, 0, token))
+        if self.client is not None:
+            self.client.send_outcomes(outcomes)
+
+    def close_departed(self) -> None:
+        """Close the sessions of requests that finished, were aborted or retracted. Called after bookkeeping."""
+        departed: dict[str, list[VerifierSession]] = {}
+        for rid, session in list(self._sessions.items()):
+            request = session.request
+            if session.is_closed and not request.finished():
+                continue  # Retracted: it waits to be opened again.
+            if request.finished():
+                reason = "aborted" if request.finished_reason.to_json()["type"] == "abort" else "finished"
+            elif request.is_retracted:
+                reason = "retracted"
+            else:
+                continue
+            if not session.is_closed:
+                session.is_closed = True
+                departed.setdefault(reason, []).append(session)
+            if reason != "retracted":
+                del self._sessions[rid]
+        for reason, sessions in departed.items():
+            if self.client is not None:
+                self.client.close(sessions, reason)
+
+    def close_all(self) -> int:
+        """Close whatever is still open when the scheduler is idle; returns how many sessions that were."""
+        sessions, self._sessions = list(self._sessions.values()), {}
+        if self.client is not None and sessions:
+            self.client.close(sessions, "aborted")
+        return len(sessions)
+
+    def take_records(self, rid: str) -> list[RoundRecord]:
+        """Rounds of this request since the last call, for its ``meta_info``."""
+        session = self._sessions.get(rid)
+        if session is None:
+            return []
+        records, session.new_records = session.new_records, []
+        return records
+
+    def _new_number(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+
+def pad(proposals: list[ProposedRow], lookahead: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Proposals as tensors: int64 [B, K] token ids, padded with token 0, and int64 [B] lengths."""
+    rows = [[*proposal.token_ids, *[0] * (lookahead - len(proposal.token_ids))] for proposal in proposals]
+    lengths = [len(proposal.token_ids) for proposal in proposals]
+    return torch.tensor(rows, device=device).view(-1, lookahead), torch.tensor(lengths, device=device)

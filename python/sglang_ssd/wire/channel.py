@@ -1,0 +1,140 @@
+"""ZeroMQ channels: DEALER on the verifier, ROUTER on the draft. They move messages and know nothing of their content.
+
+Nothing here waits without a limit, and nothing a peer sends can raise anything but ``MalformedMessage``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from typing import NamedTuple
+
+import zmq
+
+from sglang_ssd.wire.messages import (
+    MalformedMessage,
+    ToDraft,
+    ToVerifier,
+    decode_to_draft,
+    decode_to_verifier,
+    encode,
+)
+
+#: Larger than any legal message (a prompt of a million tokens); ZeroMQ drops the connection of who sends more.
+MAX_MESSAGE_BYTES = 16 << 20
+#: Messages queued for one peer before sends are refused.
+QUEUE_LIMIT_MESSAGES = 4096
+
+
+class Received(NamedTuple):
+    """One message and the peer that sent it."""
+
+    peer: bytes
+    message: ToDraft
+
+
+class RunDirectory:
+    """A private directory (mode 0700) for ``ipc://`` sockets, removed on ``close``."""
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="sglang-ssd-")
+
+    def endpoint(self, name: str) -> str:
+        return f"ipc://{self.path}/{name}"
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class VerifierChannel:
+    """The verifier's end of a connection to one draft."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _set_limits(self._socket)
+        # A new identity for each connection: a draft can never mistake us for a predecessor that left sessions open.
+        self._socket.setsockopt(zmq.IDENTITY, b"v" + secrets.token_bytes(8))
+        self._socket.connect(endpoint)
+
+    def send(self, message: ToDraft) -> bool:
+        """Queue one message. False, and nothing sent, when the queue to the draft is full."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, timeout_ms: float) -> ToVerifier | None:
+        """The next message, or None after ``timeout_ms``. Raises ``MalformedMessage``."""
+        if not self._socket.poll(max(0, timeout_ms)):
+            return None
+        return decode_to_verifier(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close(linger=200)
+        self._context.term()
+
+
+class DraftChannel:
+    """The draft's end: one socket for all verifiers."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _set_limits(self._socket)
+        # Sending to a peer that is gone must say so instead of dropping silently.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise OSError(f"cannot listen on {endpoint}: {error}") from None
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self, timeout_ms: float | None) -> Received | None:
+        """The next message, None after ``timeout_ms`` (None: wait). Raises ``MalformedFromPeer``."""
+        if not self._socket.poll(timeout_ms):
+            return None
+        peer, *frames = self._socket.recv_multipart()
+        try:
+            if len(frames) != 1:
+                raise MalformedMessage(f"{len(frames)} frames instead of one")
+            return Received(peer, decode_to_draft(frames[0]))
+        except MalformedMessage as error:
+            raise MalformedFromPeer(peer, str(error)) from None
+
+    def send(self, peer: bytes, message: ToVerifier) -> bool:
+        """Queue one message for ``peer``. False when that peer is gone or does not read."""
+        try:
+            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError):
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close(linger=200)
+        self._context.term()
+        if self.endpoint.startswith("ipc://"):
+            path = self.endpoint.removeprefix("ipc://")
+            if os.path.exists(path):
+                os.unlink(path)
+
+
+class MalformedFromPeer(MalformedMessage):
+    """A malformed message and who sent it, so that the answer can be a Refuse."""
+
+    def __init__(self, peer: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
+def _set_limits(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

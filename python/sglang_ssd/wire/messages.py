@@ -1,0 +1,225 @@
+"""The messages of the round protocol, strictly typed, encoded as msgpack.
+
+A row is named by ``(request, generation)``: ``request`` is a number that one verifier never uses twice, ``generation``
+grows when SGLang retracts the request, so a row of the pool that is reused can never be taken for its predecessor.
+Rows travel as parallel lists in one message a round.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Union
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+#: Where a proposal comes from. ``hit``: prepared before the outcome was known. ``neural`` and ``ngram``: a backup, made
+#: after a miss. ``none``: nothing is proposed (no room, context limit). ``unknown``: the draft does not hold this
+#: session at this length; the verifier opens it again.
+Source = Literal["hit", "neural", "ngram", "none", "unknown"]
+CloseReason = Literal["finished", "aborted", "retracted"]
+
+
+class RowKey(NamedTuple):
+    """Names one request on the wire."""
+
+    request: int
+    generation: int
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Base of all messages: encoded as an array whose first element names the type."""
+
+
+class Hello(_Message):
+    """Verifier to draft, first message of a connection.
+
+    ``fan_out_budget`` is the number of outcomes that may be prepared per request and round; 0 asks for ordinary
+    (synchronous) speculative decoding. ``context_length`` is the longest sequence the verifier can reach, in tokens.
+    """
+
+    protocol_version: int
+    vocab_size: int
+    tokenizer_fingerprint: str
+    lookahead: int
+    fan_out_budget: int
+    context_length: int
+    target_model: str
+
+
+class Welcome(_Message):
+    """Draft to verifier: the connection stands. ``max_sessions`` is shared by all verifiers of this draft."""
+
+    protocol_version: int
+    draft_model: str
+    vocab_size: int
+    context_length: int
+    max_sessions: int
+    kv_capacity_tokens: int
+    boot_id: str
+
+
+class Refuse(_Message):
+    """Either side ends the conversation; ``reason`` is one line for people."""
+
+    reason: str
+
+
+class Open(_Message):
+    """Verifier to draft: a request enters with these tokens. They do not include a bonus token that is still to come;
+    that one arrives in a ``Round`` with ``num_accepted`` 0."""
+
+    request: int
+    generation: int
+    token_ids: list[int]
+
+
+class Round(_Message):
+    """Verifier to draft: the outcomes of one verification, row by row.
+
+    ``committed_lens`` counts the tokens of the request including the new bonus token. It must equal what the draft
+    holds after it applies the outcome; otherwise the row is answered as ``unknown``.
+    """
+
+    ticket: int
+    requests: list[int]
+    generations: list[int]
+    committed_lens: list[int]
+    num_accepted: list[int]
+    bonus_tokens: list[int]
+
+    def keys(self) -> list[RowKey]:
+        return [RowKey(*pair) for pair in zip(self.requests, self.generations, strict=True)]
+
+
+class Proposal(_Message):
+    """Draft to verifier: proposals for some rows of a ticket. Rows that are ready first travel first.
+
+    ``rows`` are indices into the round's rows; ``token_ids[i]`` holds up to K proposed tokens of ``rows[i]``.
+    """
+
+    ticket: int
+    rows: list[int]
+    sources: list[Source]
+    token_ids: list[list[int]]
+
+
+class Close(_Message):
+    """Verifier to draft: these requests left; everything held for them is freed."""
+
+    requests: list[int]
+    generations: list[int]
+    reason: CloseReason
+
+
+class Ping(_Message):
+    """Either side asks whether the other is alive."""
+
+    nonce: int
+
+
+class Pong(_Message):
+    """Answer to a ``Ping``, with the draft's counters."""
+
+    nonce: int
+    stats: DraftStats
+
+
+class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Counters of one draft process since it started. Times are sums in milliseconds."""
+
+    num_sessions: int = 0
+    num_branch_rows: int = 0
+    free_kv_slots: int = 0
+    total_kv_slots: int = 0
+    free_rows: int = 0
+    total_rows: int = 0
+    rounds: int = 0
+    hits: int = 0
+    early_outcomes: int = 0
+    forwards: int = 0
+    fork_forwards: int = 0
+    backup_forwards: int = 0
+    prefill_forwards: int = 0
+    branches_drafted: int = 0
+    branches_denied: int = 0
+    opens_denied: int = 0
+    rows_unknown: int = 0
+    messages_malformed: int = 0
+    replies_dropped: int = 0
+    fork_ms: float = 0.0
+    backup_ms: float = 0.0
+    prefill_ms: float = 0.0
+
+
+ToDraft = Union[Hello, Open, Round, Close, Ping, Pong, Refuse]
+ToVerifier = Union[Welcome, Refuse, Proposal, Ping, Pong]
+
+
+class MalformedMessage(ValueError):
+    """A frame that is no message of this protocol. Holds one line that says why."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_draft = msgspec.msgpack.Decoder(ToDraft)
+_to_verifier = msgspec.msgpack.Decoder(ToVerifier)
+
+
+def encode(message: _Message) -> bytes:
+    """Encode any message of this module."""
+    return _encoder.encode(message)
+
+
+def decode_to_draft(frame: bytes) -> ToDraft:
+    """Decode what a verifier sent. Raises ``MalformedMessage``."""
+    message = _decode(_to_draft, frame)
+    if isinstance(message, Round):
+        _check_parallel("Round", message.requests, message.generations, message.committed_lens,
+                        message.num_accepted, message.bonus_tokens)  # fmt: skip
+    elif isinstance(message, Close):
+        _check_parallel("Close", message.requests, message.generations)
+    return message
+
+
+def decode_to_verifier(frame: bytes) -> ToVerifier:
+    """Decode what a draft sent. Raises ``MalformedMessage``."""
+    message = _decode(_to_verifier, frame)
+    if isinstance(message, Proposal):
+        _check_parallel("Proposal", message.rows, message.sources, message.token_ids)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(f"{len(frame)} bytes are no message of protocol {PROTOCOL_VERSION}: {error}") from None
+
+
+def _check_parallel(name: str, *columns: list) -> None:
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) > 1:
+        raise MalformedMessage(f"{name}: parallel lists of unequal lengths {lengths}")
+
+
+def why_incompatible(hello: Hello, welcome: Welcome, tokenizer_fingerprint: str) -> str | None:
+    """Say in one line why this verifier and this draft cannot work together, or None if they can.
+
+    ``tokenizer_fingerprint`` is the draft's own. Equal tokenizers may stand in vocabularies that are padded to different
+    sizes; where a side has no tokenizer (an empty fingerprint), the sizes must be equal.
+    """
+    if hello.protocol_version != welcome.protocol_version:
+        return f"protocol version {hello.protocol_version} of the verifier, {welcome.protocol_version} of the draft"
+    fingerprints = {hello.tokenizer_fingerprint, tokenizer_fingerprint}
+    if "" in fingerprints and hello.vocab_size != welcome.vocab_size:
+        return (
+            f"vocabulary of {hello.vocab_size} tokens in target {hello.target_model}, "
+            f"{welcome.vocab_size} in draft {welcome.draft_model}"
+        )
+    if len(fingerprints - {""}) > 1:
+        return f"the tokenizers of target {hello.target_model} and draft {welcome.draft_model} differ"
+    if hello.lookahead < 1:
+        return f"lookahead (--speculative-num-steps) {hello.lookahead} is below 1"
+    if hello.fan_out_budget < 0:
+        return f"fan-out budget {hello.fan_out_budget} is below 0"
+    return None
