@@ -8,7 +8,7 @@ from typing import NamedTuple
 #: Share of what is free after both models are loaded that goes to the KV pools; the rest is page cache and headroom.
 _POOL_SHARE = 0.4
 #: More than this many tokens a pool brings nothing on a CPU, which serves few requests at a time.
-_MAX_POOL_TOKENS = 131_072
+_MAX_POOL_TOKENS = 32_768
 #: Activations, Python and libraries of the server's processes together.
 _PROCESS_BYTES = 4 << 30
 
