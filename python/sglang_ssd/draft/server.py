@@ -83,10 +83,14 @@ class DraftServer:
     def run(self) -> None:
         """Serve until ``stop``."""
         while not self._stopping:
-            self._receive(wait=not self._has_work())
-            self._run_urgent_forward()
-            self._answer_ready()
-            self._fork()
+            self.turn()
+
+    def turn(self) -> None:
+        """Take in what has come, run the most urgent forward, answer what is complete, and open new branches."""
+        self._receive(wait=not self._has_work())
+        self._run_urgent_forward()
+        self._answer_ready()
+        self._fork()
 
     def stop(self) -> None:
         """End ``run`` after the current turn. Safe in a signal handler."""

@@ -1,0 +1,12 @@
+"""Shared by all tests: paths, and hypothesis without wall-time limits (the machine is shared)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+settings.register_profile("shared-machine", deadline=None)
+settings.load_profile("shared-machine")

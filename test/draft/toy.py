@@ -1,0 +1,131 @@
+"""A toy draft model whose memory is its KV slots: what it predicts depends on the tokens that it reads through them.
+
+If a slot is freed too early, shared wrongly or remapped to the wrong place, the toy reads other tokens and predicts
+something else, so that equality with ``continuation`` checks the bookkeeping of forking paths.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from sglang_ssd.bridge.draft_runner import Capacity
+from sglang_ssd.draft.runner import Lane
+
+VOCAB_SIZE = 50
+
+
+def ranks_after(tokens: list[int], num_candidates: int) -> list[int]:
+    """The toy language model: a permutation of the vocabulary that depends on all tokens."""
+    seed = 0
+    for token in tokens:
+        seed = (seed * 31 + token + 1) % 1_000_003
+    order = list(range(VOCAB_SIZE))
+    random.Random(seed).shuffle(order)
+    return order[:num_candidates]
+
+
+def continuation(tokens: list[int], num_tokens: int) -> list[int]:
+    """Greedy continuation of the toy language model."""
+    path = list(tokens)
+    for _ in range(num_tokens):
+        path.append(ranks_after(path, 1)[0])
+    return path[len(tokens) :]
+
+
+class ToyPool:
+    """Rows and slots that check their own use: a slot is given back once, and only by who took it."""
+
+    def __init__(self, num_rows: int, num_slots: int, width: int = 4096) -> None:
+        self.num_rows, self.num_slots = num_rows, num_slots
+        self.free_rows = list(range(num_rows, 0, -1))
+        self.free_slots = list(range(num_slots, 0, -1))
+        self.table = torch.zeros(num_rows + 1, width, dtype=torch.int32)
+        self.token_of_slot: dict[int, int] = {}
+
+    def capacity(self) -> Capacity:
+        return Capacity(len(self.free_slots), self.num_slots, len(self.free_rows), self.num_rows)
+
+    def take_row(self) -> int | None:
+        return self.free_rows.pop() if self.free_rows else None
+
+    def give_row(self, row: int) -> None:
+        assert row not in self.free_rows
+        self.free_rows.append(row)
+
+    def take_slots(self, num_slots: int) -> torch.Tensor | None:
+        if num_slots > len(self.free_slots):
+            return None
+        return torch.tensor([self.free_slots.pop() for _ in range(num_slots)], dtype=torch.int64)
+
+    def give_slots(self, row: int, start: int, end: int) -> None:
+        for slot in self.table[row, start:end].tolist():
+            assert slot not in self.free_slots, f"slot {slot} is given back twice"
+            self.token_of_slot.pop(slot, None)
+            self.free_slots.append(slot)
+
+    def write_slots(self, row: int, start: int, slots: torch.Tensor) -> None:
+        self.table[row, start : start + slots.numel()] = slots.to(torch.int32)
+
+    def copy_slots(self, source: int, target: int, start: int, end: int) -> None:
+        self.table[target, start:end] = self.table[source, start:end]
+
+    def store(self, row: int, position: int, token: int) -> None:
+        self.token_of_slot[int(self.table[row, position])] = token
+
+    def read(self, row: int, length: int) -> list[int]:
+        return [self.token_of_slot[slot] for slot in self.table[row, :length].tolist()]
+
+
+class ToyRunner:
+    """Stands for ``DraftRunner``."""
+
+    def __init__(self, num_rows: int = 64, num_slots: int = 2048, context_length: int = 1024) -> None:
+        self.pool = ToyPool(num_rows, num_slots)
+        self.vocab_size = VOCAB_SIZE
+        self.context_length = context_length
+        self.num_tokens_forwarded = 0
+
+    def limit_vocabulary(self, vocab_size: int) -> None:
+        assert vocab_size == VOCAB_SIZE
+
+    def extend(self, row: int, prefix_len: int, token_ids: list[int], num_candidates: int) -> list[int]:
+        for offset, token in enumerate(token_ids):
+            self.pool.store(row, prefix_len + offset, token)
+        self.num_tokens_forwarded += len(token_ids)
+        return ranks_after(self.pool.read(row, prefix_len + len(token_ids)), num_candidates)
+
+    def step(self, lanes: list[Lane]) -> None:
+        for lane in lanes:  # All KV is written before any is read, as in a real forward.
+            for offset, token in enumerate(lane.path.pending):
+                self.pool.store(lane.path.row, lane.path.num_cached + offset, token)
+        for lane in lanes:
+            path = lane.path
+            assert path.pending, "a lane without a token"
+            self.num_tokens_forwarded += len(path.pending)
+            tokens = self.pool.read(path.row, path.num_cached + len(path.pending))
+            path.advance(ranks_after(tokens, lane.num_candidates), lane.lookahead)
+
+
+class ToyChannel:
+    """Stands for ``DraftChannel``: messages wait in a list, answers are kept by peer."""
+
+    def __init__(self) -> None:
+        self.inbox: list = []
+        self.sent: dict[bytes, list] = {}
+        self.gone: set[bytes] = set()
+
+    def receive(self, timeout_ms):
+        if not self.inbox:
+            return None
+        received = self.inbox.pop(0)
+        if isinstance(received, Exception):
+            raise received
+        return received
+
+    def send(self, peer: bytes, message) -> bool:
+        if peer in self.gone:
+            return False
+        self.sent.setdefault(peer, []).append(message)
+        return True
