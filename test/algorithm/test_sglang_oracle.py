@@ -59,7 +59,6 @@ def is_installed(name: str) -> bool:
 )
 def test_noise_and_draws_equal_those_of_the_seeded_sampler() -> None:
     command = [sys.executable, "-c", ORACLE]
-    result = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.stdout.strip().endswith("equal"), result.stderr[-2000:]

@@ -8,31 +8,55 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
-from sglang_ssd.algorithm.shared_noise import Stream, draw, gumbel_noise, perturbed_top, seeded_uniforms
+
+from sglang_ssd.algorithm.shared_noise import (
+    Stream,
+    _contenders,
+    _row_states,
+    draw,
+    gumbel_noise,
+    perturbed_top,
+    seeded_uniforms,
+)
 
 NUM_DRAWS = 1_000_000
 P = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
-def murmur3_32(data: bytes, seed: int = 0) -> int:
-    """MurmurHash3_x86_32 of bytes, as published."""
+def rotate(x: int, count: int) -> int:
+    return ((x << count) | (x >> (32 - count))) % 2**32
 
-    def rotate(x: int, r: int) -> int:
-        return ((x << r) | (x >> (32 - r))) & 0xFFFFFFFF
 
-    def scramble(k: int) -> int:
-        return rotate(k * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+def murmur3_state(data: bytes) -> int:
+    """The state after all whole blocks."""
+    state = 0
+    for (block,) in struct.iter_unpack("<I", data):
+        block = rotate(block * 0xCC9E2D51 % 2**32, 15) * 0x1B873593 % 2**32
+        state = (rotate(state ^ block, 13) * 5 + 0xE6546B64) % 2**32
+    return state
 
-    h, whole = seed, len(data) // 4 * 4
-    for (k,) in struct.iter_unpack("<I", data[:whole]):
-        h = (rotate(h ^ scramble(k), 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
-    if data[whole:]:
-        h ^= scramble(int.from_bytes(data[whole:], "little"))
-    h ^= len(data)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+
+def murmur3_32(data: bytes) -> int:
+    """MurmurHash3_x86_32 with seed 0 of whole blocks, as published."""
+    h = murmur3_state(data) ^ len(data)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
     return h ^ (h >> 16)
+
+
+def token_id_with_hash(h: int, seed: int, position: int) -> int:
+    """murmur3_32 run backwards to its last block."""
+
+    def divide(x: int, constant: int) -> int:
+        return x * pow(constant, -1, 2**32) % 2**32
+
+    h = divide(h ^ (h >> 16), 0xC2B2AE35)
+    h = divide(h ^ (h >> 13) ^ (h >> 26), 0x85EBCA6B)
+    state = h ^ (h >> 16) ^ 16
+    block = rotate(divide((state - 0xE6546B64) % 2**32, 5), 19)
+    block ^= murmur3_state(struct.pack("<QI", seed % 2**64, position))
+    return divide(rotate(divide(block, 0x1B873593), 17), 0xCC9E2D51)
 
 
 def noise_of_hash(h: int) -> float:
@@ -50,9 +74,20 @@ def random_seeds(num_rows: int, generator_seed: int) -> torch.Tensor:
 
 
 def test_reference_hash_gives_the_published_values() -> None:
-    assert murmur3_32(b"hello") == 0x248BFA47
-    assert murmur3_32(b"hello, world") == 0x149BBB7F
-    assert murmur3_32(b"The quick brown fox jumps over the lazy dog") == 0x2E4FF723
+    assert murmur3_32(b"") == 0
+    assert murmur3_32(b"test") == 0xBA6BD213
+    assert murmur3_32(b"\0\0\0\0") == 0x2362F9DE
+    assert murmur3_32(b"\xff\xff\xff\xff") == 0x76293B50
+    assert murmur3_32(b"\x21\x43\x65\x87") == 0xF55B516B
+
+
+@pytest.mark.parametrize("h", [0, 1, 2**31 - 1, 2**31, 2**32 - 3, 2**32 - 2, 2**32 - 1])
+def test_noise_at_the_ends_of_the_hash(h: int) -> None:
+    token_id = token_id_with_hash(h, seed=-5, position=77)
+    assert murmur3_32(struct.pack("<qII", -5, 77, token_id)) == h
+    noise = gumbel_noise(torch.tensor([-5]), torch.tensor([77]), torch.tensor([token_id])).item()
+    assert noise == pytest.approx(noise_of_hash(h), rel=1e-12)
+    assert noise <= 32 * math.log(2)
 
 
 @settings(max_examples=200, deadline=None)
@@ -113,6 +148,23 @@ def test_pruned_draw_equals_the_unpruned_at_a_real_vocabulary() -> None:
         log_probs = (torch.randn(16, 151_936, generator=generator) * 3 / temperature).log_softmax(-1)
         arguments = (log_probs, random_seeds(16, 1), torch.arange(16), no(16))
         assert torch.equal(draw(*arguments), unpruned_draw(*arguments))
+
+
+def test_contenders_are_all_that_reach_the_bound() -> None:
+    """Every token contends at the bound of its own score, and few do without reaching it."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = 50_000
+    log_probs = (torch.randn(1, vocab_size, generator=generator) * 3).log_softmax(-1)
+    for seed in range(30):
+        seeds = torch.tensor([seed])
+        scores = log_probs + gumbel_noise(seeds, seeds, torch.arange(vocab_size))
+        for token in (*scores[0].topk(3).indices.tolist(), seed, 1000 + seed):
+            bound = scores[0, token].item()
+            contenders = _contenders(log_probs, _row_states(seeds, seeds), bound).token_ids
+            assert token in contenders
+            reaching = torch.where(scores[0] >= bound)[0]
+            assert set(reaching.tolist()) <= set(contenders.tolist())
+            assert len(contenders) < 3 * len(reaching) + 100
 
 
 def test_a_winner_below_the_likely_bound_is_found() -> None:

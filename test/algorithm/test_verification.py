@@ -9,6 +9,7 @@ from black_box import law, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+
 from sglang_ssd.algorithm.saguaro import saguaro_probs, sample_sparse
 from sglang_ssd.algorithm.shared_noise import Stream, draw, gumbel_noise, perturbed_top, seeded_uniforms
 from sglang_ssd.algorithm.verification import Verified, accepted_histogram, agree, verify_residual
@@ -82,7 +83,9 @@ def build_case(
     for depth in range(length):
         size = vocab_size**depth
         top = torch.randn(size, vocab_size, generator=generator).topk(top_m)
-        ids, probs = top.indices, saguaro_probs(top.values, torch.randint(3, (size,), generator=generator), c)
+        fan_out = torch.randint(3, (size,), generator=generator)
+        # The law of q is relative to its sum, which need not be 1 exactly.
+        ids, probs = top.indices, saguaro_probs(top.values, fan_out, c) * 1.0007
         if kind == "one_hot":
             tokens = torch.randint(vocab_size, (size,), generator=generator)
             proposal = torch.eye(vocab_size, dtype=torch.float64)[tokens]
@@ -286,6 +289,16 @@ def test_a_one_hot_row_never_emits_the_rejected_token_as_bonus() -> None:
         assert verified.num_accepted.item() == 0 and verified.bonus_tokens.item() != 1
 
 
+@pytest.mark.parametrize("q_probs", [[0.5, 0.1], [0.5, math.nan], [0.9, -0.1]])
+def test_a_token_with_a_malformed_q_is_accepted_with_its_p(q_probs: list[float]) -> None:
+    p = [[0.3, 0.7, 0.0], [0.0, 0.0, 1.0]]
+    changes = {"q_probs": torch.tensor([[q_probs]])}
+    below, above = torch.tensor([[0.29]]), torch.tensor([[0.31]])
+    assert verify_one(p, [0], accept_uniforms=below, **changes).num_accepted.tolist() == [1]
+    rejected = verify_one(p, [0], accept_uniforms=above, **changes)
+    assert (rejected.num_accepted.item(), rejected.bonus_tokens.item()) == (0, 1)
+
+
 def test_what_is_not_used_does_not_matter() -> None:
     """q of one-hot rows, q and tokens of padding, and probability-0 entries may hold anything."""
     p = [[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]
@@ -318,9 +331,10 @@ def test_p_that_is_no_probability_counts_as_zero(broken: float) -> None:
 
 
 def test_a_rejection_by_rounding_draws_from_p() -> None:
-    p = [[0.5, 0.5 - 1e-6, 0.0], [1.0, 0.0, 0.0]]
-    verified = verify_one(p, [1], accept_uniforms=torch.tensor([[ALMOST_ONE]], dtype=torch.float64))
-    assert verified.num_accepted.item() == 0 and verified.bonus_tokens.item() in (0, 1)
+    p = [[0.0, 0.5, 0.5 - 1e-6], [1.0, 0.0, 0.0]]
+    almost_one = torch.tensor([[ALMOST_ONE]], dtype=torch.float64)
+    verified = verify_one(p, [2], q_ids=torch.tensor([[[1, 2]]]), accept_uniforms=almost_one)
+    assert verified.num_accepted.item() == 0 and verified.bonus_tokens.item() in (1, 2)
 
 
 def test_no_lookahead_is_plain_decoding() -> None:

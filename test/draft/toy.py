@@ -86,17 +86,31 @@ class ToyRunner:
         self.vocab_size = VOCAB_SIZE
         self.context_length = context_length
         self.num_tokens_forwarded = 0
+        #: Called in the middle of the next forward, once: what arrives then.
+        self.in_the_middle = None
+        self._callback = lambda: None
+
+    def call_during_forwards(self, callback) -> None:
+        self._callback = callback
+
+    def _run_middle(self) -> None:
+        if self.in_the_middle is not None:
+            happening, self.in_the_middle = self.in_the_middle, None
+            happening()
+        self._callback()
 
     def limit_vocabulary(self, vocab_size: int) -> None:
         assert vocab_size == VOCAB_SIZE
 
     def extend(self, row: int, prefix_len: int, token_ids: list[int], num_candidates: int) -> list[int]:
+        self._run_middle()
         for offset, token in enumerate(token_ids):
             self.pool.store(row, prefix_len + offset, token)
         self.num_tokens_forwarded += len(token_ids)
         return ranks_after(self.pool.read(row, prefix_len + len(token_ids)), num_candidates)
 
     def step(self, lanes: list[Lane]) -> None:
+        self._run_middle()
         for lane in lanes:  # All KV is written before any is read, as in a real forward.
             for offset, token in enumerate(lane.path.pending):
                 self.pool.store(lane.path.row, lane.path.num_cached + offset, token)

@@ -13,7 +13,6 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """
     running = weights.to(torch.float64).cumsum(-1)
     totals = running[:, -1]
-    # Below the total even where the product rounds up to it, so that the answer has weight.
-    thresholds = torch.minimum(uniforms * totals, torch.nextafter(totals, totals.new_zeros(())))
-    indices = torch.searchsorted(running, thresholds[:, None], right=True)[:, 0]
+    # u < 1 in float64 keeps u times the total below the total, so the index found has weight.
+    indices = torch.searchsorted(running, (uniforms * totals)[:, None], right=True)[:, 0]
     return indices.masked_fill(totals == 0, 0)

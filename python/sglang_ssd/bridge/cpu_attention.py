@@ -10,6 +10,7 @@ allocator's helper by that name (srt/mem_cache/allocation.py, get_last_loc) and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,11 +48,6 @@ class Group(NamedTuple):
     is_causal: bool = False
 
 
-def attach_fork_layout(forward_batch: ForwardBatch, layout: ForkLayout) -> None:
-    """Tell the CPU backend how the rows of a decode forward share prefixes. Other backends ignore it."""
-    forward_batch.ssd_fork_layout = layout
-
-
 class CpuAttentionBackend(TorchNativeAttnBackend):
     """Grouped attention over the paged KV pool, any page size (slots are token ids).
 
@@ -62,6 +58,11 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner) -> None:
         super().__init__(model_runner)
+        #: How the rows of the next decode forward share prefixes; each forward takes it. (SGLang copies the forward
+        #: batch on its way here, so it cannot carry this.)
+        self.next_fork_layout: ForkLayout | None = None
+        #: Called before each layer: a forward takes long on a CPU, and its process has messages to look at.
+        self.before_layer: Callable[[], None] | None = None
         self._groups: list[Group] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -75,7 +76,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         pool_rows = batch.req_pool_indices.tolist()
         if batch.forward_mode.is_decode():
             lens = batch.seq_lens.tolist()
-            layout = getattr(batch, "ssd_fork_layout", None)
+            layout, self.next_fork_layout = self.next_fork_layout, None
             if layout is not None:
                 return plan_forks(tables, pool_rows, lens, layout)
             return [Group(slice(i, i + 1), tables[r, :n].long(), None) for i, (r, n) in enumerate(zip(pool_rows, lens))]
@@ -107,6 +108,8 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         )
 
     def _attend(self, q, k, v, layer, forward_batch: ForwardBatch, save_kv_cache: bool) -> torch.Tensor:
+        if self.before_layer is not None:
+            self.before_layer()
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -91,6 +92,12 @@ class DraftModelRunner:
         """Let tokens ``start`` to ``end`` of row ``target`` be those of row ``source``: shared, not copied, KV."""
         self._tables[target, start:end] = self._tables[source, start:end]
 
+    def call_during_forwards(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called between the layers of every forward. An exception it raises ends the forward, whose
+        KV then counts as never computed. CPU only: elsewhere the host waits for no forward."""
+        if self.device == "cpu":
+            self.runner.attn_backend.before_layer = callback
+
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def extend(self, row: int, prefix_len: int, token_ids: list[int]) -> torch.Tensor:
@@ -126,8 +133,6 @@ class DraftModelRunner:
         """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        from sglang_ssd.bridge.cpu_attention import attach_fork_layout
-
         row_ids, position_ids = self._int64(rows), self._int64(positions)
         batch = self._forward_batch(
             ForwardMode.DECODE,
@@ -140,7 +145,7 @@ class DraftModelRunner:
             positions=position_ids,
         )
         if self.device == "cpu":
-            attach_fork_layout(batch, layout)
+            self.runner.attn_backend.next_fork_layout = layout
         return self._forward(batch)
 
     def _forward_batch(self, mode, *, token_ids, rows, seq_lens, seq_lens_cpu, plan_lens, slots, positions, **extend):

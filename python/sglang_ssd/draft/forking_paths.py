@@ -5,7 +5,7 @@
     branch (K,y) | ------- shared ------------ | t* | s1 | s2 | ... | sK | y | y1 ...
 
 The winning branch is committed by writing its slot ids into the main row: its KV is never computed again. All changes
-of ownership happen in ``fork``, ``adopt``, ``rewind`` and ``release``.
+of ownership happen in the methods of ``ForkingPaths``.
 """
 
 from __future__ import annotations
@@ -88,6 +88,10 @@ class ForkingPaths:
             return False
         self._pool.write_slots(path.row, path.num_cached, slots)
         return True
+
+    def give_back(self, path: Path) -> None:
+        """Undo ``reserve``: the forward of the pending tokens did not happen."""
+        self._pool.give_slots(path.row, path.num_cached, path.num_cached + len(path.pending))
 
     def adopt(self, main: Path, branch: Path) -> None:
         """The branch's outcome came true: the main path goes on with the branch's tokens and slots."""

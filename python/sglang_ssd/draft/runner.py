@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ class DraftRunner:
     def limit_vocabulary(self, vocab_size: int) -> None:
         """Propose only ids below ``vocab_size``: a verifier's vocabulary may be padded to fewer ids than the draft's."""
         self._num_proposable = min(self._num_proposable, vocab_size)
+
+    def call_during_forwards(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called now and then while a forward runs; it may raise to end the forward."""
+        self._model.call_during_forwards(callback)
 
     def extend(self, row: int, prefix_len: int, token_ids: list[int], num_candidates: int) -> list[int]:
         """Forward a chunk of a prompt. Returns the ranks after its last token."""

@@ -1,8 +1,11 @@
 """The draft's loop: receive, choose the most urgent forward, run it, answer, and fork while the verifier works.
 
-One forward a turn, so that an outcome never waits for more than one. Who comes first:
+One forward a turn. Who comes first:
 1. proposals that a verifier waits for (a miss, or a winner that is not complete): their rows alone;
 2. prompts, in chunks, and forking paths, in turns.
+
+A hit does not even wait for the forward that runs: between its layers the loop looks for outcomes, answers those whose
+branch is complete, and ends a forward that nobody needs any more. What these outcomes change is done after it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +24,7 @@ from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
 from sglang_ssd.draft.runner import DraftRunner, Lane
 from sglang_ssd.draft.session import Due, Session
-from sglang_ssd.wire.channel import DraftChannel, MalformedFromPeer
+from sglang_ssd.wire.channel import DraftChannel, MalformedFromPeer, Received
 from sglang_ssd.wire.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -56,11 +60,16 @@ class DraftIdentity(NamedTuple):
 
 @dataclass
 class Peer:
-    """One verifier."""
+    """One verifier. ``denied`` holds requests that go on without proposals: no room, or the context ends."""
 
     hello: Hello
     sessions: dict[int, Session] = field(default_factory=dict)
+    denied: set[RowKey] = field(default_factory=set)
     last_heard_s: float = field(default_factory=time.monotonic)
+
+
+class ForwardNotNeeded(Exception):
+    """Raised between the layers of a forward whose outcomes are all known by now."""
 
 
 class DraftServer:
@@ -77,6 +86,10 @@ class DraftServer:
         self._peers: dict[bytes, Peer] = {}
         self._counts = _Counts()
         self._prefill_was_last = False
+        self._deferred: deque[Received | MalformedFromPeer] = deque()
+        self._answered_rows: set[tuple[bytes, int, int]] = set()
+        self._undecided: set[Session] | None = None
+        runner.call_during_forwards(self._look_for_outcomes)
         self._boot_id = uuid.uuid4().hex
         self._stopping = False
 
@@ -114,21 +127,58 @@ class DraftServer:
 
     def _receive(self, wait: bool) -> None:
         """Take in all messages that are there; with ``wait``, up to half a second for the first."""
-        timeout_ms = 500 if wait else 0
-        while True:
-            try:
-                received = self._channel.receive(timeout_ms)
-            except MalformedFromPeer as error:
-                self._counts.messages_malformed += 1
-                logger.warning("refusing a peer: %s", error)
-                self._send(error.peer, Refuse(str(error)))
-                self._forget(error.peer)
-                continue
-            if received is None:
-                break
-            self._dispatch(received.peer, received.message)
+        timeout_ms = 500 if wait and not self._deferred else 0
+        while (received := self._deferred.popleft() if self._deferred else self._poll(timeout_ms)) is not None:
             timeout_ms = 0
+            if isinstance(received, MalformedFromPeer):
+                self._counts.messages_malformed += 1
+                logger.warning("refusing a peer: %s", received)
+                self._send(received.peer, Refuse(str(received)))
+                self._forget(received.peer)
+            else:
+                self._dispatch(received.peer, received.message)
         self._forget_silent_peers()
+
+    def _poll(self, timeout_ms: float) -> Received | MalformedFromPeer | None:
+        try:
+            return self._channel.receive(timeout_ms)
+        except MalformedFromPeer as error:
+            return error
+
+    def _look_for_outcomes(self) -> None:
+        """Between the layers of a forward: answer complete hits. Raises ``ForwardNotNeeded`` when the forward only
+        forks and all its requests have their outcomes, none of which needs its rows."""
+        while (received := self._poll(0)) is not None:
+            # What came before may change the session this round speaks of: then it waits its turn.
+            is_first = all(isinstance(earlier, Received) and isinstance(earlier.message, (Round, Ping))
+                           for earlier in self._deferred)  # fmt: skip
+            self._deferred.append(received)
+            if is_first and isinstance(received, Received) and isinstance(received.message, Round):
+                self._answer_complete_hits(received.peer, received.message)
+        if self._undecided is not None and not self._undecided:
+            raise ForwardNotNeeded
+
+    def _answer_complete_hits(self, peer_id: bytes, message: Round) -> None:
+        """Send the proposals that are complete; the sessions themselves are not touched while a forward runs."""
+        peer = self._peers.get(peer_id)
+        rows, proposals = [], []
+        for row, key in enumerate(message.keys()):
+            session = peer.sessions.get(key.request) if peer else None
+            outcome = Outcome(message.num_accepted[row], message.bonus_tokens[row])
+            if session is None or session.due is not None or session.needs_prefill:
+                continue
+            if not session.applies(key, outcome, message.committed_lens[row]):
+                continue
+            branch = session.cache.peek(outcome)
+            is_complete = branch is not None and len(branch.drafted) == session.lookahead
+            if self._undecided is not None and (branch is None or is_complete):
+                self._undecided.discard(session)
+            if is_complete:
+                rows.append(row)
+                proposals.append(branch.drafted)
+                self._answered_rows.add((peer_id, message.ticket, row))
+        if rows:
+            self._send(peer_id, Proposal(message.ticket, rows, ["hit"] * len(rows), proposals))
 
     def _dispatch(self, peer_id: bytes, message) -> None:
         if isinstance(message, Hello):
@@ -180,19 +230,26 @@ class DraftServer:
     def _open(self, peer: Peer, message: Open) -> None:
         self._drop(peer, message.request)
         hello = peer.hello
+        key = RowKey(message.request, message.generation)
         main = None
-        if message.token_ids and len(self._sessions()) < self._identity.max_sessions and self._fits(message.token_ids):
+        if message.token_ids and len(self._sessions()) < self._identity.max_sessions and self._fits(
+            message.token_ids, hello.lookahead
+        ):
             main = self._paths.open(message.token_ids)
         if main is None:
             self._counts.opens_denied += 1
+            peer.denied.add(key)
             return
-        key = RowKey(message.request, message.generation)
         peer.sessions[message.request] = Session(
             key, main, hello.lookahead, hello.fan_out_budget, self._paths, self._allocate
         )
 
-    def _fits(self, token_ids: list[int]) -> bool:
-        return len(token_ids) < self._runner.context_length and all(0 <= t < self._runner.vocab_size for t in token_ids)
+    def _fits(self, token_ids: list[int], lookahead: int) -> bool:
+        return self._has_context(len(token_ids), lookahead) and all(0 <= t < self._runner.vocab_size for t in token_ids)
+
+    def _has_context(self, length: int, lookahead: int) -> bool:
+        """Whether a proposal, a bonus token and a branch after them still lie within the draft's context."""
+        return length + 2 * (lookahead + 1) <= self._runner.context_length
 
     def _take_round(self, peer_id: bytes, peer: Peer, message: Round) -> None:
         """Look every outcome up; what needs no forward is answered in this turn."""
@@ -201,7 +258,11 @@ class DraftServer:
         for row, key in enumerate(message.keys()):
             session = peer.sessions.get(key.request)
             outcome = Outcome(message.num_accepted[row], message.bonus_tokens[row])
-            if session is None or session.key != key or not self._applies(session, outcome, message.committed_lens[row]):
+            is_token = 0 <= outcome.bonus_token < self._runner.vocab_size
+            if key in peer.denied:
+                unanswerable.append((row, "none"))
+                continue
+            if session is None or not is_token or not session.applies(key, outcome, message.committed_lens[row]):
                 # Not held here, or not as the verifier has it: it opens the session again.
                 self._drop(peer, key.request)
                 self._counts.rows_unknown += 1
@@ -211,28 +272,25 @@ class DraftServer:
                 self._counts.early_outcomes += 1
             if session.take_outcome(outcome, Due(message.ticket, row, "neural")):
                 self._counts.hits += 1
-            if session.main.length + session.lookahead + 1 > self._runner.context_length:
-                # The draft's context ends here; the request goes on without proposals.
-                self._drop(peer, key.request)
-                unanswerable.append((row, "none"))
+            answer = (peer_id, message.ticket, row)
+            if answer in self._answered_rows:
+                self._answered_rows.remove(answer)
+                session.answered()
             elif session.needs_prefill and len(session.main.pending) > PREFILL_CHUNK_TOKENS:
                 # The verifier is ahead of a long prompt: it does not wait for it.
                 session.answered()
                 unanswerable.append((row, "none"))
+            if not self._has_context(session.main.length, session.lookahead):
+                if session.due is not None:
+                    unanswerable.append((row, "none"))
+                self._deny(peer, session)
         if unanswerable:
             rows, sources = zip(*unanswerable, strict=True)
             self._send(peer_id, Proposal(message.ticket, list(rows), list(sources), [[] for _ in rows]))
 
-    def _applies(self, session: Session, outcome: Outcome, committed_len: int) -> bool:
-        """Whether the outcome continues what the session holds."""
-        return (
-            0 <= outcome.num_accepted <= len(session.main.drafted)
-            and 0 <= outcome.bonus_token < self._runner.vocab_size
-            and session.main.length + outcome.num_accepted + 1 == committed_len
-        )
-
     def _close(self, peer: Peer, message: Close) -> None:
         for request, generation in zip(message.requests, message.generations, strict=True):
+            peer.denied.discard(RowKey(request, generation))
             session = peer.sessions.get(request)
             if session is not None and session.key.generation <= generation:
                 self._drop(peer, request)
@@ -259,8 +317,10 @@ class DraftServer:
             self._run_prefill(min(prompts, key=lambda session: session.due is None))
         elif forks:
             self._prefill_was_last = False
+            self._undecided = {session for session, _ in forks}
             self._counts.fork_ms += self._run_lanes(forks)
             self._counts.fork_forwards += 1
+            self._undecided = None
 
     def _run_prefill(self, session: Session) -> None:
         started = time.perf_counter()
@@ -293,8 +353,13 @@ class DraftServer:
                     session.cache.discard(path)
                     self._paths.release(path)
         if lanes:
-            self._runner.step(lanes)
-            self._counts.forwards += 1
+            try:
+                self._runner.step(lanes)
+                self._counts.forwards += 1
+            except ForwardNotNeeded:
+                self._counts.forwards_ended_early += 1
+                for lane in lanes:
+                    self._paths.give_back(lane.path)
         return (time.perf_counter() - started) * 1e3
 
     def _num_candidates(self, session: Session) -> int:
@@ -308,7 +373,7 @@ class DraftServer:
             if peer.sessions.get(session.key.request) is session:
                 if session.due is not None:
                     self._send(peer_id, Proposal(session.due.ticket, [session.due.row], ["none"], [[]]))
-                self._drop(peer, session.key.request)
+                self._deny(peer, session)
                 return
 
     # -- answer and fork -----------------------------------------------------------------------------------------
@@ -351,6 +416,11 @@ class DraftServer:
         if session is not None:
             session.close()
 
+    def _deny(self, peer: Peer, session: Session) -> None:
+        """End a session whose request goes on without proposals."""
+        self._drop(peer, session.key.request)
+        peer.denied.add(session.key)
+
     def _forget(self, peer_id: bytes) -> None:
         peer = self._peers.pop(peer_id, None)
         if peer is not None:
@@ -378,6 +448,7 @@ class _Counts(msgspec.Struct):
     fork_forwards: int = 0
     backup_forwards: int = 0
     prefill_forwards: int = 0
+    forwards_ended_early: int = 0
     branches_drafted: int = 0
     branches_denied: int = 0
     opens_denied: int = 0

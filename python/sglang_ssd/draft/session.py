@@ -68,6 +68,14 @@ class Session:
             lanes.insert(0, self.main)
         return lanes
 
+    def applies(self, key: RowKey, outcome: Outcome, committed_len: int) -> bool:
+        """Whether this outcome continues what the session holds."""
+        return (
+            self.key == key
+            and 0 <= outcome.num_accepted <= len(self.main.drafted)
+            and self.main.length + outcome.num_accepted + 1 == committed_len
+        )
+
     # -- what happens to it --------------------------------------------------------------------------------------
 
     def take_prefill(self, candidates: list[int] | None, num_tokens: int) -> None:

@@ -24,6 +24,10 @@ class SpeculationCache:
         """The branch for ``outcome``, removed from the cache. None is a miss."""
         return self._branches.pop(outcome, None)
 
+    def peek(self, outcome: Outcome) -> Path | None:
+        """The branch for ``outcome``, left where it is."""
+        return self._branches.get(outcome)
+
     def discard(self, branch: Path) -> None:
         """Forget one branch, wherever it stands."""
         self._branches = {outcome: path for outcome, path in self._branches.items() if path is not branch}

@@ -1,7 +1,9 @@
 """The verifier's line to one draft: sessions, outcomes out, proposals in. Every wait has a limit.
 
-States: ``alive`` while answers come in time; ``degraded`` after one did not: nothing is waited for until the draft
-says something again; ``down`` when it does not answer pings either. Requests go on in every state.
+States: ``alive`` while answers come in time; ``degraded`` after one did not, or after the draft refused us: nothing is
+waited for until the draft says something again; ``down`` when it does not answer pings either. Requests go on in every
+state. A draft that refuses us (it was restarted, or it freed us) is greeted until it says Welcome; until then it is
+told nothing else.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ logger = logging.getLogger(__name__)
 DraftState = Literal["alive", "degraded", "down"]
 
 PING_INTERVAL_S = 1.0
-#: Silence after which the draft counts as down.
+#: A ping that is unanswered for so long means that the draft is down.
 DOWN_AFTER_S = 5.0
-#: Tickets whose answers are still expected; older ones are given up.
-_MAX_OPEN_TICKETS = 1024
+#: Messages taken in at once. A draft that never stops talking does not hold the verifier.
+_MAX_MESSAGES_AT_ONCE = 256
 
 
 class DraftRefused(RuntimeError):
@@ -75,13 +77,15 @@ class DraftClient:
         self.draft_stats = DraftStats()
         self.counts = ClientCounts()
         self._hello = hello
+        #: Why the draft does not know us; None while its Welcome stands.
+        self._refusal: str | None = "not greeted yet"
         self._round_timeout_ms = round_timeout_ms
         self._channel = VerifierChannel(endpoint)
         self._tickets: dict[int, list[VerifierSession]] = {}
         self._sessions: set[VerifierSession] = set()
         self._next_ticket = 1
-        self._last_heard_s = time.monotonic()
         self._last_ping_s = 0.0
+        self._unanswered_since_s: float | None = None
 
     # -- connection ----------------------------------------------------------------------------------------------
 
@@ -109,8 +113,13 @@ class DraftClient:
         now = time.monotonic()
         if now - self._last_ping_s >= PING_INTERVAL_S:
             self._last_ping_s = now
-            self._send(Ping(self._next_ticket))
-            if now - self._last_heard_s > DOWN_AFTER_S:
+            if self._refusal is None:
+                self._send(Ping(self._next_ticket))
+            else:
+                self._channel.send(self._hello)
+            if self._unanswered_since_s is None:
+                self._unanswered_since_s = now
+            elif now - self._unanswered_since_s > DOWN_AFTER_S:
                 self._become("down")
 
     def disconnect(self) -> None:
@@ -131,8 +140,10 @@ class DraftClient:
             self._sessions.discard(session)
             session.ticket = None
             keys.append(session.key)
-        if keys:
-            self._send(Close([key.request for key in keys], [key.generation for key in keys], reason))
+        self._forget_settled_tickets()
+        message = Close([key.request for key in keys], [key.generation for key in keys], reason)
+        if keys and self._refusal is None and not self._send(message):
+            self._start_over("the queue to it is full and a Close was lost")
 
     def num_sessions(self) -> int:
         return len(self._sessions)
@@ -149,7 +160,7 @@ class DraftClient:
             if not session.is_held:
                 # Opened without the bonus token: for the draft this is a prompt whose first token came.
                 session.is_held = self._send(Open(*session.key, session.tokens[:-1]))
-                self._count(reopened=1)
+                self._count(reopened=int(session.is_held))
                 outcome = RowOutcome(session, 0, outcome.bonus_token)
             rows.append(outcome)
         if not rows:
@@ -170,17 +181,17 @@ class DraftClient:
             row.session.proposed = None if sent else NOTHING_PROPOSED
             row.session.ticket = ticket if sent else None
             row.session.is_held = row.session.is_held and sent
+        self._forget_settled_tickets()
         if sent:
             self._tickets[ticket] = [row.session for row in rows]
-            if len(self._tickets) > _MAX_OPEN_TICKETS:
-                del self._tickets[next(iter(self._tickets))]
 
     def collect(self, sessions: list[VerifierSession]) -> list[ProposedRow]:
         """The proposals of these sessions. Waits for those that are on their way, up to the round's limit."""
         deadline = time.monotonic() + (self._round_timeout_ms / 1e3 if self.state == "alive" else 0.0)
         while any(session.ticket is not None for session in sessions):
             remaining_ms = (deadline - time.monotonic()) * 1e3
-            if not self._receive(max(0.0, remaining_ms)) and remaining_ms <= 0:
+            self._receive(max(0.0, remaining_ms))
+            if remaining_ms <= 0:
                 self._give_up(sessions)
                 break
         proposals = [session.proposed or NOTHING_PROPOSED for session in sessions]
@@ -190,36 +201,47 @@ class DraftClient:
 
     def _give_up(self, sessions: list[VerifierSession]) -> None:
         late = [session for session in sessions if session.ticket is not None]
+        if not late:
+            return
         for session in late:
             session.ticket = None
         self._count(timeouts=1)
         if self.state == "alive":
             self._become("degraded")
 
+    def _forget_settled_tickets(self) -> None:
+        """Keep the tickets that a session waits for, so never more than there are sessions."""
+        self._tickets = {
+            ticket: sessions
+            for ticket, sessions in self._tickets.items()
+            if any(session.ticket == ticket for session in sessions)
+        }
+
     # -- the line ------------------------------------------------------------------------------------------------
 
     def _send(self, message) -> bool:
+        """Queue one message. False, and nothing sent, when the queue is full or the draft does not know us."""
+        if self._refusal is not None:
+            return False
         sent = self._channel.send(message)
         if not sent:
             self._count(sends_refused=1)
         return sent
 
-    def _receive(self, timeout_ms: float) -> bool:
-        """Take in one message, and all others that are already here. False when none came in time."""
-        received = False
-        while True:
+    def _receive(self, timeout_ms: float) -> None:
+        """Take in one message, waiting for it up to the limit, and the others that are already here."""
+        for _ in range(_MAX_MESSAGES_AT_ONCE):
             try:
-                message = self._channel.receive(0 if received else timeout_ms)
+                message = self._channel.receive(timeout_ms)
             except MalformedMessage as error:
                 self._count(malformed=1)
                 logger.warning("dropped what the draft at %s sent: %s", self.endpoint, error)
-                received = True
-                continue
-            if message is None:
-                return received
-            received = True
-            self._last_heard_s = time.monotonic()
-            self._take(message)
+            else:
+                if message is None:
+                    return
+                self._unanswered_since_s = None
+                self._take(message)
+            timeout_ms = 0
 
     def _take(self, message) -> None:
         if isinstance(message, Proposal):
@@ -232,16 +254,25 @@ class DraftClient:
             if self.welcome is None or message.boot_id != self.welcome.boot_id:
                 for session in self._sessions:
                     session.is_held = False
-            self.welcome = message
+            self.welcome, self._refusal = message, None
         elif isinstance(message, Refuse):
-            # It was restarted, or it freed us: greet again, and open again what is still needed.
-            logger.warning("the draft at %s: %s", self.endpoint, message.reason)
+            self._start_over(message.reason)
+            self._become("degraded")
+            return
+        self._become("alive")
+
+    def _start_over(self, reason: str) -> None:
+        """What the draft holds of us is not certain: greet it, which frees all of it there, and open again what is
+        still needed."""
+        if reason != self._refusal:
+            logger.warning("the draft at %s: %s", self.endpoint, reason)
+        if self._refusal is None:
+            # One greeting for many refusals: all that was on its way to a draft that was restarted brings one.
             for session in self._sessions:
                 session.is_held = False
                 session.ticket = None
-            self._send(self._hello)
-            return
-        self._become("alive")
+            self._channel.send(self._hello)
+        self._refusal = reason
 
     def _take_proposal(self, message: Proposal) -> None:
         sessions = self._tickets.get(message.ticket)
@@ -265,8 +296,6 @@ class DraftClient:
             session.proposed = ProposedRow(source, token_ids)
             if source == "unknown":
                 session.is_held = False
-        if all(session.ticket != message.ticket for session in sessions):
-            del self._tickets[message.ticket]
 
     def _is_legal(self, token_ids: list[int]) -> bool:
         vocab_size = self._hello.vocab_size

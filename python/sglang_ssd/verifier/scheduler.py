@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from sglang_ssd.bridge.parallel import is_first_rank
-from sglang_ssd.bridge.scheduler import SchedulerBase
 from sglang_ssd.bridge.process import fail_start
+from sglang_ssd.bridge.scheduler import SchedulerBase
 from sglang_ssd.bridge.server_args import ssd_options, target_facts
 from sglang_ssd.verifier.draft_client import DraftClient, DraftRefused, DraftUnreachable
 from sglang_ssd.verifier.stats import VerifierStats, ratio

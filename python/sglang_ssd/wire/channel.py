@@ -5,9 +5,11 @@ Nothing here waits without a limit, and nothing a peer sends can raise anything 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from typing import NamedTuple
 
@@ -49,7 +51,7 @@ class RunDirectory:
 
 
 class VerifierChannel:
-    """The verifier's end of a connection to one draft."""
+    """The verifier's end of a connection to one draft. Raises ``OSError`` for an endpoint that is none."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -58,7 +60,12 @@ class VerifierChannel:
         _set_limits(self._socket)
         # A new identity for each connection: a draft can never mistake us for a predecessor that left sessions open.
         self._socket.setsockopt(zmq.IDENTITY, b"v" + secrets.token_bytes(8))
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise OSError(f"cannot connect to {endpoint}: {error}") from None
 
     def send(self, message: ToDraft) -> bool:
         """Queue one message. False, and nothing sent, when the queue to the draft is full."""
@@ -80,7 +87,7 @@ class VerifierChannel:
 
 
 class DraftChannel:
-    """The draft's end: one socket for all verifiers."""
+    """The draft's end: one socket for all verifiers. Raises ``OSError`` when it cannot listen there."""
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
@@ -88,9 +95,13 @@ class DraftChannel:
         _set_limits(self._socket)
         # Sending to a peer that is gone must say so instead of dropping silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A verifier whose connection broke comes back under its identity, maybe before we see the old one break.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
+            if _is_served(endpoint):
+                raise OSError("another process listens there")
             self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+        except (OSError, zmq.ZMQError) as error:
             self._socket.close(linger=0)
             self._context.term()
             raise OSError(f"cannot listen on {endpoint}: {error}") from None
@@ -133,8 +144,18 @@ class MalformedFromPeer(MalformedMessage):
         self.peer = peer
 
 
-def _set_limits(socket: zmq.Socket) -> None:
-    socket.setsockopt(zmq.LINGER, 200)
-    socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+def _is_served(endpoint: str) -> bool:
+    """Whether a process listens on this ``ipc://`` endpoint. ZeroMQ would take the path away from it without a word;
+    a file that a killed process left behind is free to take."""
+    if not endpoint.startswith("ipc://"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(endpoint.removeprefix("ipc://")) in (0, errno.EAGAIN)
+
+
+def _set_limits(zmq_socket: zmq.Socket) -> None:
+    zmq_socket.setsockopt(zmq.LINGER, 200)
+    zmq_socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT_MESSAGES)
+    zmq_socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT_MESSAGES)
+    zmq_socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

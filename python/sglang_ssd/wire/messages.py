@@ -7,7 +7,7 @@ Rows travel as parallel lists in one message a round.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Union
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -141,6 +141,7 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     fork_forwards: int = 0
     backup_forwards: int = 0
     prefill_forwards: int = 0
+    forwards_ended_early: int = 0
     branches_drafted: int = 0
     branches_denied: int = 0
     opens_denied: int = 0
@@ -152,8 +153,8 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     prefill_ms: float = 0.0
 
 
-ToDraft = Union[Hello, Open, Round, Close, Ping, Pong, Refuse]
-ToVerifier = Union[Welcome, Refuse, Proposal, Ping, Pong]
+ToDraft = Hello | Open | Round | Close | Ping | Pong | Refuse
+ToVerifier = Welcome | Refuse | Proposal | Ping | Pong
 
 
 class MalformedMessage(ValueError):
