@@ -28,7 +28,9 @@ class DraftProcess:
         command = [sys.executable, "-m", "sglang_ssd.launch_draft", "--endpoint", self.endpoint, *arguments]
         # A session of its own: Ctrl-C reaches the server, which then stops its draft in order.
         self._process = subprocess.Popen(
-            [*command, "--ready-fd", str(child_fd), "--stop-with-parent"], pass_fds=[child_fd], start_new_session=True
+            [*command, "--ready-fd", str(child_fd), "--stop-with-parent"],
+            pass_fds=[child_fd],
+            start_new_session=True,
         )
         os.close(child_fd)
         self._is_stopping = False
@@ -46,7 +48,9 @@ class DraftProcess:
         if self._is_stopping:
             return
         if not is_ready:
-            on_failed_start(f"the draft process ended while it was loading (exit code {exit_code}); see its lines above")
+            on_failed_start(
+                f"the draft process ended while it was loading (exit code {exit_code}); see its lines above"
+            )
             return
         logger.error("the draft process ended (exit code %s): requests go on without proposals", exit_code)
 

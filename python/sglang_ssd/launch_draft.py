@@ -17,13 +17,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang_ssd.launch_draft", description=__doc__)
     add = parser.add_argument
     add("--model-path", required=True, help="The draft model.")
-    add("--endpoint", required=True, help="ZeroMQ endpoint to listen on, such as ipc:///run/draft or tcp://127.0.0.1:5555.")
+    add(
+        "--endpoint",
+        required=True,
+        help="ZeroMQ endpoint to listen on, such as ipc:///run/draft or tcp://127.0.0.1:5555.",
+    )
     add("--device", choices=("cpu", "cuda"), help="Default: cuda where torch sees a GPU.")
     add("--dtype", default="auto", help="Data type of weights and activations.")
     add("--attention-backend", help="SGLang attention backend.")
     add("--cores", help="CPU only: cores to run on, such as 1 or 2-3.")
     add("--max-sessions", type=int, default=64, help="Requests served at a time, over all verifiers.")
     add("--max-rows", type=int, default=1024, help="Sessions and branches at a time.")
+    add("--top-m", type=int, default=64, help="Likeliest tokens that the sampling noise is added to.")
     add("--max-total-tokens", type=int, help="KV slots. Default: from free memory.")
     add("--context-length", type=int, help="Longest sequence in tokens. Default: the model's own.")
     add("--mem-fraction-static", type=float, help="As SGLang's flag; GPU only.")
@@ -37,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code."""
     args = build_parser().parse_args(argv)
-    logging.basicConfig(level=args.log_level.upper(), format="[%(asctime)s draft] %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=args.log_level.upper(), format="[%(asctime)s draft] %(message)s", datefmt="%H:%M:%S"
+    )
     # SGLang sets up the root logger as well; ours must keep speaking.
     logging.getLogger("sglang_ssd").setLevel(args.log_level.upper())
     try:
@@ -82,10 +89,12 @@ def _serve(args: argparse.Namespace) -> int:
         )
     )
     identity = DraftIdentity(
-        os.path.basename(args.model_path.rstrip("/")), tokenizer_fingerprint(args.model_path), args.max_sessions
+        os.path.basename(args.model_path.rstrip("/")),
+        tokenizer_fingerprint(args.model_path),
+        args.max_sessions,
     )
     channel = DraftChannel(args.endpoint)
-    server = DraftServer(channel, DraftRunner(model), identity)
+    server = DraftServer(channel, DraftRunner(model, args.top_m), identity)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     if args.ready_fd is not None:

@@ -97,6 +97,7 @@ def _draft_arguments(args: SSDServerArgs, cores: list[int]) -> list[str]:
         "--cores": ",".join(map(str, cores)) or None,
         "--max-sessions": args.ssd_draft_max_sessions,
         "--max-rows": max_rows,
+        "--top-m": args.ssd_draft_top_m,
         "--max-total-tokens": args.ssd_draft_max_total_tokens,
         "--log-level": args.log_level,
     }
@@ -111,8 +112,7 @@ _draft: DraftProcess | None = None
 def serve(args: SSDServerArgs, draft_arguments: list[str]) -> int:
     """Start the draft and the server, and serve until a signal. Returns the exit code."""
     global _draft
-    from sglang.srt.entrypoints.http_server import launch_server
-
+    from sglang_ssd.bridge.process import serve_http
     from sglang_ssd.plugin import register_algorithm, run_scheduler
 
     register_algorithm()
@@ -124,7 +124,7 @@ def serve(args: SSDServerArgs, draft_arguments: list[str]) -> int:
     args.custom_sigquit_handler = _on_sigquit
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        launch_server(args, run_scheduler_process_func=run_scheduler)
+        serve_http(args, run_scheduler)
     except KeyboardInterrupt:
         pass
     finally:
@@ -133,11 +133,11 @@ def serve(args: SSDServerArgs, draft_arguments: list[str]) -> int:
 
 
 def _clean_up() -> None:
-    from sglang.srt.utils import kill_process_tree
+    from sglang_ssd.bridge.process import kill_children
 
     if _draft is not None:
         _draft.stop()
-    kill_process_tree(os.getpid(), include_parent=False, wait_timeout=None)
+    kill_children()
 
 
 def _fail(reason: str) -> None:

@@ -102,7 +102,7 @@ class ToyRunner:
     def limit_vocabulary(self, vocab_size: int) -> None:
         assert vocab_size == VOCAB_SIZE
 
-    def extend(self, row: int, prefix_len: int, token_ids: list[int], num_candidates: int) -> list[int]:
+    def extend(self, row: int, prefix_len: int, token_ids: list[int], law, num_candidates: int) -> list[int]:
         self._run_middle()
         for offset, token in enumerate(token_ids):
             self.pool.store(row, prefix_len + offset, token)

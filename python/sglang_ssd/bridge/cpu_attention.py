@@ -79,7 +79,10 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             layout, self.next_fork_layout = self.next_fork_layout, None
             if layout is not None:
                 return plan_forks(tables, pool_rows, lens, layout)
-            return [Group(slice(i, i + 1), tables[r, :n].long(), None) for i, (r, n) in enumerate(zip(pool_rows, lens))]
+            return [
+                Group(slice(i, i + 1), tables[r, :n].long(), None)
+                for i, (r, n) in enumerate(zip(pool_rows, lens))
+            ]
         if batch.forward_mode.is_target_verify():
             width = batch.spec_info.draft_token_num
             prefixes, extends = batch.seq_lens.tolist(), [width] * len(pool_rows)
@@ -139,7 +142,9 @@ def plan_extends(
     return groups
 
 
-def plan_forks(tables: torch.Tensor, pool_rows: list[int], lens: list[int], layout: ForkLayout) -> list[Group]:
+def plan_forks(
+    tables: torch.Tensor, pool_rows: list[int], lens: list[int], layout: ForkLayout
+) -> list[Group]:
     """Groups for decode rows that fork: the shared prefix once, then the tail of each row for that row alone.
 
     tables: int [pool rows, width]. pool_rows, lens: [rows], lens include the token of this forward.
@@ -181,7 +186,9 @@ def attend_group(
     else:
         mask = None if group.mask is None else group.mask.repeat(heads_per_kv, 1)
         tile = q.reshape(1, num_kv_heads, heads_per_kv * num_rows, head_dim)
-        out = scaled_dot_product_attention(tile, k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask, scale=scaling)
+        out = scaled_dot_product_attention(
+            tile, k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask, scale=scaling
+        )
         out = out.view(num_kv_heads, heads_per_kv, num_rows, v.shape[-1])
     return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, v.shape[-1])
 

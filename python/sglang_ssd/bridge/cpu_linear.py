@@ -25,7 +25,9 @@ _PACKABLE = (torch.bfloat16, torch.float32)
 class PackedLinear(UnquantizedLinearMethod):
     """Applies a layer whose weight was packed by ``pack_linears``."""
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x [..., in] -> [..., out] in the dtype of x."""
         return linear_packed(x, layer.ssd_packed_weight, bias)
 
@@ -39,7 +41,9 @@ class PackedLinear(UnquantizedLinearMethod):
 class PackedLMHead(UnquantizedEmbeddingMethod):
     """The output projection through a packed copy; the embedding lookup keeps the plain weight."""
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return linear_packed(x.to(layer.weight.dtype), layer.ssd_packed_weight, bias)
 
 
@@ -80,7 +84,9 @@ def pack_linears(model: torch.nn.Module) -> int:
 
 
 def _pack(module: torch.nn.Module) -> None:
-    module.ssd_packed_weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.data.contiguous(), _PACKED_FOR_ROWS)
+    module.ssd_packed_weight = torch.ops.mkldnn._reorder_linear_weight(
+        module.weight.data.contiguous(), _PACKED_FOR_ROWS
+    )
 
 
 def _output_projections(model: torch.nn.Module) -> list[torch.nn.Module]:

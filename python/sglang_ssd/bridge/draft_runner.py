@@ -67,7 +67,9 @@ class DraftModelRunner:
     # -- rows and slots ------------------------------------------------------------------------------------------
 
     def capacity(self) -> Capacity:
-        return Capacity(self._allocator.available_size(), self._total_slots, len(self._free_rows), self._num_rows)
+        return Capacity(
+            self._allocator.available_size(), self._total_slots, len(self._free_rows), self._num_rows
+        )
 
     def take_row(self) -> int | None:
         """A free row, None when all are taken."""
@@ -148,7 +150,9 @@ class DraftModelRunner:
             self.runner.attn_backend.next_fork_layout = layout
         return self._forward(batch)
 
-    def _forward_batch(self, mode, *, token_ids, rows, seq_lens, seq_lens_cpu, plan_lens, slots, positions, **extend):
+    def _forward_batch(
+        self, mode, *, token_ids, rows, seq_lens, seq_lens_cpu, plan_lens, slots, positions, **extend
+    ):
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 

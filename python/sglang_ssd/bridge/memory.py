@@ -56,14 +56,21 @@ def plan_pools(
         )
     draft_tokens = tokens * 5 // 4 if draft_token_bytes else 0
     return MemoryPlan(
-        tokens, draft_tokens, tokens * target_token_bytes, draft_tokens * draft_token_bytes, weight_bytes, available_bytes
+        tokens,
+        draft_tokens,
+        tokens * target_token_bytes,
+        draft_tokens * draft_token_bytes,
+        weight_bytes,
+        available_bytes,
     )
 
 
 def bytes_per_kv_token(text_config, itemsize: int) -> int:
     """KV bytes of one token in a model with plain multi-head attention. ``text_config`` is a Hugging Face config."""
     num_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    head_dim = (
+        getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    )
     return 2 * text_config.num_hidden_layers * num_heads * head_dim * itemsize
 
 

@@ -27,7 +27,11 @@ def model_facts(option: str, path: str, dtype: str, device: str, trust_remote_co
 
     from sglang_ssd.bridge.memory import bytes_per_kv_token, weight_file_bytes
 
-    if os.path.sep in path and path.startswith((".", os.path.sep, "~")) and not os.path.isdir(os.path.expanduser(path)):
+    if (
+        os.path.sep in path
+        and path.startswith((".", os.path.sep, "~"))
+        and not os.path.isdir(os.path.expanduser(path))
+    ):
         raise ValueError(f"{option} {path}: no such folder")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

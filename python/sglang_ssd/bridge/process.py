@@ -19,9 +19,31 @@ def run_scheduler(scheduler_class_factory: Callable[[], type], *args, **kwargs) 
 
     drifted = drifted_seams()
     if drifted:
-        fail_start(f"this SGLang is not the {SGLANG_VERSION} that sglang-ssd is built on: " + "; ".join(drifted))
+        fail_start(
+            f"this SGLang is not the {SGLANG_VERSION} that sglang-ssd is built on: " + "; ".join(drifted)
+        )
     scheduler_module.Scheduler = scheduler_class_factory()
     scheduler_module.run_scheduler_process(*args, **kwargs)
+
+
+def serve_http(server_args, run_scheduler_process: Callable[..., None]) -> None:
+    """SGLang's HTTP server with another entry of its scheduler processes. Returns when it was told to stop."""
+    from sglang.srt.entrypoints.http_server import launch_server
+
+    from sglang_ssd.bridge.tokenizer_manager import init_tokenizer_manager
+
+    launch_server(
+        server_args,
+        init_tokenizer_manager_func=init_tokenizer_manager,
+        run_scheduler_process_func=run_scheduler_process,
+    )
+
+
+def kill_children() -> None:
+    """Kill every process below this one."""
+    from sglang.srt.utils import kill_process_tree
+
+    kill_process_tree(os.getpid(), include_parent=False, wait_timeout=None)
 
 
 def replace_scheduler(scheduler_class: type) -> None:

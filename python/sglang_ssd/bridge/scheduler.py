@@ -14,7 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel
 
-from sglang_ssd.bridge.server_args import ssd_options
+from sglang_ssd.bridge.server_args import SSDServerArgs, ssd_options
 
 
 class SchedulerBase(Scheduler):
@@ -46,6 +46,10 @@ class SchedulerBase(Scheduler):
             from sglang_ssd.bridge.cpu_linear import pack_linears
 
             pack_linears(self.tp_worker.model_runner.model)
+        if isinstance(self.server_args, SSDServerArgs):
+            from sglang_ssd.bridge.sampler import install_shared_noise_sampler
+
+            install_shared_noise_sampler(self.tp_worker.model_runner)
 
     def handle_generate_request(self, recv_req, **kwargs) -> None:
         reason = self.refusal(recv_req.sampling_params, recv_req)
@@ -91,4 +95,3 @@ class SchedulerBase(Scheduler):
         if not get_observability().enable_metrics or get_parallel().tp_rank != 0:
             return None
         return {"model_name": self.server_args.served_model_name or self.server_args.model_path}
-

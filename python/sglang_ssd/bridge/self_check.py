@@ -35,25 +35,40 @@ SEAMS = (
         ("self", "reqs"),
     ),
     Seam("sglang.srt.speculative.spec_registry:CustomSpecAlgo.handle_server_args", ("self", "server_args")),
-    Seam("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.register", ("name", "supports_overlap", "spec_class")),
+    Seam(
+        "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.register",
+        ("name", "supports_overlap", "spec_class"),
+    ),
     Seam("sglang.srt.speculative.base_spec_worker:BaseSpecWorker.note_request_finished", ("self", "rid")),
     Seam(
-        "sglang.srt.speculative.dflash_info:DFlashVerifyInput.prepare_for_verify", ("self", "batch", "target_worker")
+        "sglang.srt.speculative.dflash_info:DFlashVerifyInput.prepare_for_verify",
+        ("self", "batch", "target_worker"),
     ),
     Seam(
         "sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_uniform_func",
         ("req_pool_indices", "req_to_token", "start_offset", "batch_size", "draft_token_num", "device"),
     ),
     Seam("sglang.srt.layers.logprob_processor:compute_spec_logprobs", ("batch", "logits_output", "predict")),
-    Seam("sglang.srt.managers.overlap_utils:FutureMap.__init__", ("self", "device", "spec_algo", "req_to_token_pool")),
+    Seam(
+        "sglang.srt.managers.overlap_utils:FutureMap.__init__",
+        ("self", "device", "spec_algo", "req_to_token_pool"),
+    ),
     Seam(
         "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan",
         ("self", "req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual"),
     ),
     Seam("sglang.srt.model_executor.model_runner:ModelRunner.forward", ("self", "forward_batch")),
-    Seam("sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.__init__", ("self", "model_runner")),
-    Seam("sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
-    Seam("sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
+    Seam(
+        "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.__init__",
+        ("self", "model_runner"),
+    ),
+    Seam(
+        "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")
+    ),
+    Seam(
+        "sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod.apply",
+        ("self", "layer", "x", "bias"),
+    ),
     Seam("sglang.srt.entrypoints.http_server:launch_server", ("server_args", "run_scheduler_process_func")),
     Seam("sglang.srt.server_args:ServerArgs.from_cli_args", ("args",)),
 )

@@ -31,6 +31,8 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
     ssd_target_cores: str | None = None
     ssd_draft_cores: str | None = None
     ssd_draft_dtype: str = "auto"
+    ssd_draft_temperature: float | None = None
+    ssd_draft_top_m: int = 64
     ssd_draft_attention_backend: str | None = None
     ssd_draft_max_total_tokens: int | None = None
     ssd_draft_max_sessions: int = 64
@@ -56,10 +58,27 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_FAN_OUT_BUDGET,
         help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding.",
     )
-    add("--ssd-draft-endpoint", help="Endpoint of a draft that runs already (python -m sglang_ssd.launch_draft).")
-    add("--ssd-target-cores", help="CPU only: cores of the target, such as 0-3,6. Default: all that the draft leaves.")
+    add(
+        "--ssd-draft-endpoint",
+        help="Endpoint of a draft that runs already (python -m sglang_ssd.launch_draft).",
+    )
+    add(
+        "--ssd-target-cores",
+        help="CPU only: cores of the target, such as 0-3,6. Default: all that the draft leaves.",
+    )
     add("--ssd-draft-cores", help="CPU only: cores of the draft. Default: the last core.")
     add("--ssd-draft-dtype", default="auto", help="Data type of the draft's weights and activations.")
+    add(
+        "--ssd-draft-temperature",
+        type=float,
+        help="Temperature of the draft's guesses for sampled requests. Default: the request's own.",
+    )
+    add(
+        "--ssd-draft-top-m",
+        type=int,
+        default=64,
+        help="Likeliest draft tokens that the sampling noise is added to.",
+    )
     add("--ssd-draft-attention-backend", help="Attention backend of the draft.")
     add("--ssd-draft-max-total-tokens", type=int, help="KV slots of the draft. Default: from free memory.")
     add("--ssd-draft-max-sessions", type=int, default=64, help="Requests that the draft serves at a time.")
@@ -111,7 +130,9 @@ def with_ssd_defaults(args: argparse.Namespace, argv: list[str]) -> argparse.Nam
         args.speculative_num_steps = args.speculative_eagle_topk = args.speculative_num_draft_tokens = None
         return args
     if args.speculative_draft_model_path is None and args.ssd_draft_endpoint is None:
-        raise ValueError(f"--ssd-mode {args.ssd_mode} needs --speculative-draft-model-path or --ssd-draft-endpoint")
+        raise ValueError(
+            f"--ssd-mode {args.ssd_mode} needs --speculative-draft-model-path or --ssd-draft-endpoint"
+        )
     lookahead = DEFAULT_LOOKAHEAD if args.speculative_num_steps is None else args.speculative_num_steps
     if lookahead < 1:
         raise ValueError(f"--speculative-num-steps {lookahead}: the lookahead must be at least 1")
@@ -121,9 +142,15 @@ def with_ssd_defaults(args: argparse.Namespace, argv: list[str]) -> argparse.Nam
             f"= {lookahead + 1}"
         )
     if args.speculative_eagle_topk not in (None, 1):
-        raise ValueError(f"--speculative-eagle-topk {args.speculative_eagle_topk}: SSD verifies chains, it must be 1")
+        raise ValueError(
+            f"--speculative-eagle-topk {args.speculative_eagle_topk}: SSD verifies chains, it must be 1"
+        )
     if args.ssd_fan_out_budget < 0:
         raise ValueError(f"--ssd-fan-out-budget {args.ssd_fan_out_budget}: must be 0 or more")
+    if args.ssd_draft_temperature is not None and args.ssd_draft_temperature <= 0:
+        raise ValueError(f"--ssd-draft-temperature {args.ssd_draft_temperature}: must be above 0")
+    if args.ssd_draft_top_m < 1:
+        raise ValueError(f"--ssd-draft-top-m {args.ssd_draft_top_m}: must be 1 or more")
     if args.ssd_draft_max_sessions < 1:
         raise ValueError(f"--ssd-draft-max-sessions {args.ssd_draft_max_sessions}: must be 1 or more")
     if args.ssd_round_timeout_ms <= 0:
@@ -153,6 +180,7 @@ class SSDOptions(NamedTuple):
     mode: str
     fan_out_budget: int
     draft_endpoint: str | None
+    draft_temperature: float | None
     round_timeout_ms: float
     start_timeout_s: float
     pack_weights: bool
@@ -166,6 +194,7 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
             args.ssd_mode,
             0 if args.ssd_mode == "sync" else args.ssd_fan_out_budget,
             args.ssd_draft_endpoint,
+            args.ssd_draft_temperature,
             args.ssd_round_timeout_ms,
             args.ssd_start_timeout_s,
             args.ssd_pack_weights,
@@ -175,6 +204,7 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
         "async",
         DEFAULT_FAN_OUT_BUDGET,
         os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT"),
+        None,
         own["ssd_round_timeout_ms"],
         own["ssd_start_timeout_s"],
         False,

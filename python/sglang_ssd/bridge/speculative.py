@@ -32,7 +32,9 @@ class SSDAlgorithm(CustomSpecAlgo):
     def need_topk(self) -> bool:
         return False
 
-    def create_future_map(self, device, req_to_token_pool, needs_cpu_seq_lens=True, needs_confidence_relay=False):
+    def create_future_map(
+        self, device, req_to_token_pool, needs_cpu_seq_lens=True, needs_confidence_relay=False
+    ):
         from sglang.srt.managers.overlap_utils import FutureMap
 
         return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
@@ -57,9 +59,11 @@ def register_algorithm(worker_class: type) -> None:
 
 
 class Verified(NamedTuple):
-    """One verify forward. logits: float [B, K+1, V], row j is the target's law of the token after input j."""
+    """One forward of the target. logits: float [B, W, V], row j is the target's law of the token after input j (W is
+    K+1 in a verify, 1 after a prompt); bonus_tokens: int64 [B], the pending tokens that a verify began with."""
 
     logits: torch.Tensor
+    bonus_tokens: torch.Tensor
     result: GenerationBatchResult
 
 
@@ -85,11 +89,21 @@ class SpecWorkerBase(BaseSpecWorker):
     def lookahead(self) -> int:
         return self.verify_width - 1
 
-    def run_prefill(self, batch, pp_proxy_tensors=None) -> GenerationBatchResult:
-        """The target's own forward and first token, as without speculation."""
+    def run_plain(self, batch, pp_proxy_tensors=None) -> GenerationBatchResult:
+        """The target's own forward with SGLang's own ending: for batches that draw no token."""
         return self.target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
 
+    def run_prefill(self, batch) -> Verified:
+        """Forward prompts, or chunks of them, without drawing a token."""
+        result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        logits = result.logits_output.next_token_logits
+        return Verified(logits.unsqueeze(1), batch.input_ids[:0], result)
+
     def prefill_result(self, batch, result: GenerationBatchResult, on_publish) -> GenerationBatchResult:
+        if batch.return_logprob and not batch.is_prefill_only and not batch.forward_mode.is_idle():
+            compute_spec_logprobs(batch, result.logits_output, result.next_token_ids, chain_stride=1)
+            # A prompt's result holds one token a request, not a run of them.
+            result.logits_output.next_token_logprobs = result.logits_output.next_token_logprobs.view(-1)
         if on_publish is not None:
             on_publish(batch.seq_lens)
         result.next_draft_input = self._next_input(result.next_token_ids, batch.seq_lens)
@@ -102,8 +116,8 @@ class SpecWorkerBase(BaseSpecWorker):
         draft_tokens: int64 [B, K]; padding must hold valid ids. Edits of ``batch`` are undone by the scheduler.
         """
         num_rows, width = batch.seq_lens.shape[0], self.verify_width
-        seq_lens = batch.seq_lens
-        tokens = torch.cat([batch.spec_info.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
+        seq_lens, bonus_tokens = batch.seq_lens, batch.spec_info.bonus_tokens
+        tokens = torch.cat([bonus_tokens.view(-1, 1), draft_tokens], dim=1)
         positions = seq_lens.view(-1, 1) + torch.arange(width, device=seq_lens.device)
         pool = batch.req_to_token_pool
         batch.out_cache_loc = assign_extend_cache_locs_uniform_func(
@@ -124,7 +138,9 @@ class SpecWorkerBase(BaseSpecWorker):
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
         result.can_run_cuda_graph = can_run_cuda_graph
-        return Verified(result.logits_output.next_token_logits.view(num_rows, width, -1), result)
+        return Verified(
+            result.logits_output.next_token_logits.view(num_rows, width, -1), bonus_tokens, result
+        )
 
     def verify_result(
         self, batch, verified: Verified, token_ids: torch.Tensor, num_accepted: torch.Tensor, on_publish

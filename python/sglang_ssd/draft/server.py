@@ -22,7 +22,7 @@ import msgspec
 from sglang_ssd.algorithm.fan_out import Allocator, UniformFanOut
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
-from sglang_ssd.draft.runner import DraftRunner, Lane
+from sglang_ssd.draft.runner import DraftLaw, DraftRunner, Lane
 from sglang_ssd.draft.session import Due, Session
 from sglang_ssd.wire.channel import DraftChannel, MalformedFromPeer, Received
 from sglang_ssd.wire.messages import (
@@ -76,7 +76,11 @@ class DraftServer:
     """Serves any number of verifiers over one channel with one model."""
 
     def __init__(
-        self, channel: DraftChannel, runner: DraftRunner, identity: DraftIdentity, allocate: Allocator | None = None
+        self,
+        channel: DraftChannel,
+        runner: DraftRunner,
+        identity: DraftIdentity,
+        allocate: Allocator | None = None,
     ) -> None:
         self._channel = channel
         self._runner = runner
@@ -128,7 +132,9 @@ class DraftServer:
     def _receive(self, wait: bool) -> None:
         """Take in all messages that are there; with ``wait``, up to half a second for the first."""
         timeout_ms = 500 if wait and not self._deferred else 0
-        while (received := self._deferred.popleft() if self._deferred else self._poll(timeout_ms)) is not None:
+        while (
+            received := self._deferred.popleft() if self._deferred else self._poll(timeout_ms)
+        ) is not None:
             timeout_ms = 0
             if isinstance(received, MalformedFromPeer):
                 self._counts.messages_malformed += 1
@@ -224,7 +230,10 @@ class DraftServer:
         self._runner.limit_vocabulary(hello.vocab_size)
         self._send(peer_id, welcome)
         logger.info(
-            "verifier of %s joined: K=%d, fan-out budget %d", hello.target_model, hello.lookahead, hello.fan_out_budget
+            "verifier of %s joined: K=%d, fan-out budget %d",
+            hello.target_model,
+            hello.lookahead,
+            hello.fan_out_budget,
         )
 
     def _open(self, peer: Peer, message: Open) -> None:
@@ -232,20 +241,25 @@ class DraftServer:
         hello = peer.hello
         key = RowKey(message.request, message.generation)
         main = None
-        if message.token_ids and len(self._sessions()) < self._identity.max_sessions and self._fits(
-            message.token_ids, hello.lookahead
+        if (
+            message.token_ids
+            and len(self._sessions()) < self._identity.max_sessions
+            and self._fits(message.token_ids, hello.lookahead)
         ):
             main = self._paths.open(message.token_ids)
         if main is None:
             self._counts.opens_denied += 1
             peer.denied.add(key)
             return
+        law = DraftLaw(message.temperature, message.seed)
         peer.sessions[message.request] = Session(
-            key, main, hello.lookahead, hello.fan_out_budget, self._paths, self._allocate
+            key, main, law, hello.lookahead, hello.fan_out_budget, self._paths, self._allocate
         )
 
     def _fits(self, token_ids: list[int], lookahead: int) -> bool:
-        return self._has_context(len(token_ids), lookahead) and all(0 <= t < self._runner.vocab_size for t in token_ids)
+        return self._has_context(len(token_ids), lookahead) and all(
+            0 <= t < self._runner.vocab_size for t in token_ids
+        )
 
     def _has_context(self, length: int, lookahead: int) -> bool:
         """Whether a proposal, a bonus token and a branch after them still lie within the draft's context."""
@@ -262,7 +276,11 @@ class DraftServer:
             if key in peer.denied:
                 unanswerable.append((row, "none"))
                 continue
-            if session is None or not is_token or not session.applies(key, outcome, message.committed_lens[row]):
+            if (
+                session is None
+                or not is_token
+                or not session.applies(key, outcome, message.committed_lens[row])
+            ):
                 # Not held here, or not as the verifier has it: it opens the session again.
                 self._drop(peer, key.request)
                 self._counts.rows_unknown += 1
@@ -299,7 +317,8 @@ class DraftServer:
 
     def _has_work(self) -> bool:
         return any(
-            session.needs_answer or session.needs_prefill or session.fork_lanes() for session in self._sessions()
+            session.needs_answer or session.needs_prefill or session.fork_lanes()
+            for session in self._sessions()
         )
 
     def _run_urgent_forward(self) -> None:
@@ -330,7 +349,9 @@ class DraftServer:
             self._starve(session)
             return
         is_last = len(chunk) == len(main.pending)
-        candidates = self._runner.extend(main.row, main.num_cached, chunk, self._num_candidates(session))
+        candidates = self._runner.extend(
+            main.row, main.num_cached, chunk, session.law, self._num_candidates(session)
+        )
         session.take_prefill(candidates if is_last else None, len(chunk))
         self._counts.forwards += 1
         self._counts.prefill_forwards += 1
@@ -343,7 +364,15 @@ class DraftServer:
         for session, paths in work:
             for path in paths:
                 if self._paths.reserve(path, len(path.pending)):
-                    lanes.append(Lane(path, session.main.row, self._num_candidates(session), session.lookahead))
+                    lanes.append(
+                        Lane(
+                            path,
+                            session.main.row,
+                            session.law,
+                            self._num_candidates(session),
+                            session.lookahead,
+                        )
+                    )
                 elif path is session.main:
                     self._starve(session)
                     lanes = [lane for lane in lanes if lane.base_row != session.main.row]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from sglang_ssd.algorithm.fan_out import Allocator, FanOutQuery
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
+from sglang_ssd.draft.runner import DraftLaw
 from sglang_ssd.draft.speculation_cache import SpeculationCache
 from sglang_ssd.wire.messages import RowKey, Source
 
@@ -25,9 +26,19 @@ class Session:
     ``main.drafted`` is at once the proposal in the making and, after the answer, the proposal under verification.
     """
 
-    def __init__(self, key: RowKey, main: Path, lookahead: int, budget: int, paths: ForkingPaths, allocate: Allocator):
+    def __init__(
+        self,
+        key: RowKey,
+        main: Path,
+        law: DraftLaw,
+        lookahead: int,
+        budget: int,
+        paths: ForkingPaths,
+        allocate: Allocator,
+    ) -> None:
         self.key = key
         self.main = main
+        self.law = law
         self.lookahead = lookahead
         self.budget = budget
         self.cache = SpeculationCache()

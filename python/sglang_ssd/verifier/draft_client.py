@@ -131,7 +131,7 @@ class DraftClient:
     def open(self, session: VerifierSession) -> None:
         """Tell the draft of a request whose tokens are all certain (no bonus token is pending)."""
         self._sessions.add(session)
-        session.is_held = self._send(Open(*session.key, session.tokens))
+        session.is_held = self._send(open_message(session, session.tokens))
 
     def close(self, sessions: Iterable[VerifierSession], reason: CloseReason) -> None:
         """Forget these sessions on both sides."""
@@ -159,7 +159,7 @@ class DraftClient:
                 continue
             if not session.is_held:
                 # Opened without the bonus token: for the draft this is a prompt whose first token came.
-                session.is_held = self._send(Open(*session.key, session.tokens[:-1]))
+                session.is_held = self._send(open_message(session, session.tokens[:-1]))
                 self._count(reopened=int(session.is_held))
                 outcome = RowOutcome(session, 0, outcome.bonus_token)
             rows.append(outcome)
@@ -272,6 +272,7 @@ class DraftClient:
                 session.is_held = False
                 session.ticket = None
             self._channel.send(self._hello)
+            self._last_ping_s = time.monotonic()
         self._refusal = reason
 
     def _take_proposal(self, message: Proposal) -> None:
@@ -313,4 +314,11 @@ class DraftClient:
             self.state = state
 
     def _count(self, **deltas: int) -> None:
-        self.counts = self.counts._replace(**{name: getattr(self.counts, name) + d for name, d in deltas.items()})
+        self.counts = self.counts._replace(
+            **{name: getattr(self.counts, name) + d for name, d in deltas.items()}
+        )
+
+
+def open_message(session: VerifierSession, token_ids: list[int]) -> Open:
+    """Tell the draft of this request with these tokens."""
+    return Open(*session.key, token_ids, session.draft_temperature, session.law.seed)

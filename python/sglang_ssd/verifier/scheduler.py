@@ -18,19 +18,6 @@ from sglang_ssd.wire.messages import PROTOCOL_VERSION, Hello
 
 logger = logging.getLogger(__name__)
 
-#: Options that change the target's distribution; verification does not apply them yet.
-_REFUSED_WHEN_SET = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "logit_bias": None,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-}
-
 
 class SSDScheduler(SchedulerBase):
     """SGLang's scheduler that ties its worker to a draft. With ``--ssd-mode off`` there is no worker of ours."""
@@ -41,7 +28,8 @@ class SSDScheduler(SchedulerBase):
         self.stats: VerifierStats | None = None
         if isinstance(self.draft_worker, SSDWorker):
             self.stats = VerifierStats(self.server_args.decode_log_interval, self.metrics_labels())
-            self.draft_worker.attach(self._connect() if is_first_rank() else None, self.stats)
+            client = self._connect() if is_first_rank() else None
+            self.draft_worker.attach(client, self.stats, self.options.draft_temperature)
 
     def _connect(self) -> DraftClient:
         """Shake hands with the draft; a server whose draft does not fit does not start."""
@@ -74,16 +62,14 @@ class SSDScheduler(SchedulerBase):
     def refusal(self, sampling_params, request) -> str | None:
         if self.stats is None:
             return None
-        if sampling_params.top_k != 1:
-            return f"temperature {sampling_params.temperature}: only temperature 0 is served with --ssd-mode async or sync"
-        for option, neutral in _REFUSED_WHEN_SET.items():
-            value = getattr(sampling_params, option)
-            if value != neutral and value is not None:
-                return f"{option} {value}: not served with --ssd-mode async or sync"
-        if request.custom_logit_processor:
-            return "custom_logit_processor: not served with --ssd-mode async or sync"
-        if request.return_hidden_states:
-            return "return_hidden_states: not served with --ssd-mode async or sync"
+        for option, is_asked in (
+            ("return_hidden_states", bool(request.return_hidden_states)),
+            ("return_sampling_mask", bool(request.return_sampling_mask)),
+            ("watermark", sampling_params.watermark is not None),
+            ("beam_width", (sampling_params.beam_width or 1) > 1),
+        ):
+            if is_asked:
+                return f"{option}: not served with --ssd-mode {self.options.mode}; --ssd-mode off serves it"
         return None
 
     def after_batch(self) -> None:

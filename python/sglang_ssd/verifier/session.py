@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.wire.messages import RowKey, Source
 
 
@@ -27,7 +28,8 @@ class RoundRecord(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class VerifierSession:
-    """``tokens`` are the committed ones and the pending bonus token. ``is_held``: the draft was told of them.
+    """``tokens`` are the committed ones and the pending bonus token, ``law`` is what the request asked for,
+    ``draft_temperature`` that of the draft's guesses. ``is_held``: the draft was told of them.
 
     ``ticket`` names the round whose proposal is awaited, ``proposed`` is that proposal once it is here.
     ``request`` is SGLang's own object, read for its finish and retract state only.
@@ -36,6 +38,8 @@ class VerifierSession:
     key: RowKey
     request: Any
     tokens: list[int]
+    law: SamplingLaw = SamplingLaw()
+    draft_temperature: float = 0.0
     is_held: bool = False
     is_closed: bool = False
     num_rounds: int = 0

@@ -42,7 +42,13 @@ class VerifierStats:
         self._metrics = _Metrics(metrics_labels) if metrics_labels is not None else None
 
     def add_round(
-        self, records: list[RoundRecord], num_first: int, num_first_hits: int, num_proposed: int, wait_ms: float, verify_ms: float
+        self,
+        records: list[RoundRecord],
+        num_first: int,
+        num_first_hits: int,
+        num_proposed: int,
+        wait_ms: float,
+        verify_ms: float,
     ) -> None:
         """Take in one verify forward. ``num_first``: rows whose request had its first verification."""
         counts, hits = self.counts, sum(record.source == "hit" for record in records)
@@ -59,7 +65,9 @@ class VerifierStats:
         counts.draft_wait_ms += wait_ms
         counts.verify_ms += verify_ms
         if self._metrics is not None:
-            self._metrics.add(hits, len(records) - hits, num_proposed, emitted - len(records), wait_ms, verify_ms)
+            self._metrics.add(
+                hits, len(records) - hits, num_proposed, emitted - len(records), wait_ms, verify_ms
+            )
         if counts.rounds - self._logged.rounds >= self._log_interval_rounds:
             self._log()
 
@@ -117,7 +125,9 @@ class _Metrics:
         self._wait_ms = histogram("draft_wait_ms", "Milliseconds a round waited for proposals.")
         self._verify_ms = histogram("verify_ms", "Milliseconds of the target's verify forward.")
 
-    def add(self, hits: int, misses: int, proposed: int, accepted: int, wait_ms: float, verify_ms: float) -> None:
+    def add(
+        self, hits: int, misses: int, proposed: int, accepted: int, wait_ms: float, verify_ms: float
+    ) -> None:
         self._hits.inc(hits)
         self._misses.inc(misses)
         self._proposed.inc(proposed)

@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
+from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.algorithm.verification import Verified as Verdict
 from sglang_ssd.algorithm.verification import agree
 from sglang_ssd.bridge.parallel import broadcast_from_first_rank
+from sglang_ssd.bridge.requests import sampling_law
 from sglang_ssd.bridge.speculative import SpecWorkerBase, Verified
 from sglang_ssd.verifier.draft_client import DraftClient, RowOutcome
 from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, RoundRecord, VerifierSession
 from sglang_ssd.verifier.stats import VerifierStats
+from sglang_ssd.verifier.target_distribution import TargetRow, adjust_logits, draw_targets
 from sglang_ssd.wire.messages import RowKey
 
 
@@ -30,10 +33,14 @@ class SSDWorker(SpecWorkerBase):
         self.stats: VerifierStats | None = None
         self._sessions: dict[str, VerifierSession] = {}
         self._num_requests = 0
+        self._draft_temperature: float | None = None
 
-    def attach(self, client: DraftClient | None, stats: VerifierStats) -> None:
-        """Tie the worker to its draft. ``client`` is None on all TP ranks but the first."""
-        self.client, self.stats = client, stats
+    def attach(
+        self, client: DraftClient | None, stats: VerifierStats, draft_temperature: float | None
+    ) -> None:
+        """Tie the worker to its draft. ``client`` is None on all TP ranks but the first. ``draft_temperature`` replaces
+        that of sampled requests on the draft's side."""
+        self.client, self.stats, self._draft_temperature = client, stats, draft_temperature
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
@@ -43,10 +50,24 @@ class SSDWorker(SpecWorkerBase):
     def _prefill(self, batch, on_publish, pp_proxy_tensors):
         # The draft reads the prompt while the target does.
         self._open_new(batch.reqs or [])
-        result = self.run_prefill(batch, pp_proxy_tensors)
-        if not batch.forward_mode.is_idle():
+        if batch.forward_mode.is_idle() or batch.is_prefill_only:
+            result = self.run_plain(batch, pp_proxy_tensors)
+        else:
+            prefilled = self.run_prefill(batch)
+            result = prefilled.result
+            result.next_token_ids = self._draw_first(batch, prefilled)
             self._send_first_tokens(batch, result.next_token_ids)
         return self.prefill_result(batch, result, on_publish)
+
+    def _draw_first(self, batch, prefilled: Verified) -> torch.Tensor:
+        """The first tokens, int64 [B]: a prompt is a run of length 0."""
+        rows = [
+            TargetRow(self._law(request), list(request.output_ids), [], length - 1)
+            for request, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True)
+        ]
+        no_proposal = torch.zeros(len(rows), 1, dtype=torch.int64, device=self.device)
+        adjust_logits(prefilled.logits, rows, batch, no_proposal)
+        return draw_targets(prefilled.logits, rows).view(-1)
 
     def _round(self, batch, on_publish):
         sessions = [self._sessions.get(request.rid) for request in batch.reqs]
@@ -55,10 +76,13 @@ class SSDWorker(SpecWorkerBase):
         collected = time.perf_counter()
         draft_tokens, lengths = pad(proposals, self.lookahead, self.device)
         verified = self.run_verify(batch, draft_tokens)
-        verdict, token_ids = self._accept(verified, draft_tokens, lengths)
+        token_ids = self._draw(batch, verified, sessions, proposals, draft_tokens)
+        verdict = agree(token_ids, draft_tokens, lengths)
         verified_at = time.perf_counter()
         self._send_outcomes(sessions, proposals, verdict, token_ids)
-        self._count(sessions, proposals, verdict, (collected - started) * 1e3, (verified_at - collected) * 1e3)
+        self._count(
+            sessions, proposals, verdict, (collected - started) * 1e3, (verified_at - collected) * 1e3
+        )
         return self.verify_result(batch, verified, token_ids, verdict.num_accepted, on_publish)
 
     def _collect(self, sessions: list[VerifierSession | None]) -> list[ProposedRow]:
@@ -70,12 +94,25 @@ class SSDWorker(SpecWorkerBase):
             proposals = [by_session.get(session, NOTHING_PROPOSED) for session in sessions]
         return broadcast_from_first_rank(proposals)
 
-    def _accept(
-        self, verified: Verified, draft_tokens: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[Verdict, torch.Tensor]:
-        """Greedy: accept while the draft's token is the target's own. Returns the target's tokens, int64 [B, K+1]."""
-        target_tokens = verified.logits.argmax(dim=-1)
-        return agree(target_tokens, draft_tokens, lengths), target_tokens
+    def _draw(
+        self, batch, verified: Verified, sessions, proposals, draft_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """The target's own tokens at every position of the runs, int64 [B, K+1]."""
+        rows = [
+            TargetRow(
+                self._law(request),
+                session.tokens[len(request.origin_input_ids) :] if session else list(request.output_ids),
+                proposal.token_ids,
+                length,
+            )
+            for request, session, proposal, length in zip(
+                batch.reqs, sessions, proposals, batch.seq_lens.tolist(), strict=True
+            )
+        ]
+        adjust_logits(
+            verified.logits, rows, batch, torch.cat([verified.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
+        )
+        return draw_targets(verified.logits, rows)
 
     def _send_outcomes(self, sessions, proposals, verdict: Verdict, token_ids: torch.Tensor) -> None:
         outcomes = []
@@ -99,7 +136,9 @@ class SSDWorker(SpecWorkerBase):
             for proposal, accepted in zip(proposals, verdict.num_accepted.tolist(), strict=True)
         ]
         first = [s is not None and s.num_rounds == 1 for s in sessions]
-        first_hits = sum(is_first and record.source == "hit" for is_first, record in zip(first, records, strict=True))
+        first_hits = sum(
+            is_first and record.source == "hit" for is_first, record in zip(first, records, strict=True)
+        )
         num_proposed = sum(len(proposal.token_ids) for proposal in proposals)
         self.stats.add_round(records, sum(first), first_hits, num_proposed, wait_ms, verify_ms)
 
@@ -117,7 +156,15 @@ class SSDWorker(SpecWorkerBase):
             returns = session is not None and session.request is request
             key = RowKey(session.key.request if returns else self._new_number(), generation)
             records = session.new_records if returns else []
-            session = VerifierSession(key, request, [*request.origin_input_ids, *request.output_ids], new_records=records)
+            law = sampling_law(request)
+            session = VerifierSession(
+                key,
+                request,
+                [*request.origin_input_ids, *request.output_ids],
+                law,
+                0.0 if law.is_greedy else self._draft_temperature or law.temperature,
+                new_records=records,
+            )
             self._sessions[request.rid] = session
             if self.client is not None:
                 self.client.open(session)
@@ -133,6 +180,10 @@ class SSDWorker(SpecWorkerBase):
             outcomes.append(RowOutcome(session, 0, token))
         if self.client is not None:
             self.client.send_outcomes(outcomes)
+
+    def _law(self, request) -> SamplingLaw:
+        session = self._sessions.get(request.rid)
+        return sampling_law(request) if session is None else session.law
 
     def close_departed(self) -> None:
         """Close the sessions of requests that finished, were aborted or retracted. Called after bookkeeping."""

@@ -17,6 +17,7 @@ import zmq
 
 from sglang_ssd.wire.messages import (
     MalformedMessage,
+    Refuse,
     ToDraft,
     ToVerifier,
     decode_to_draft,
@@ -60,6 +61,7 @@ class VerifierChannel:
         _set_limits(self._socket)
         # A new identity for each connection: a draft can never mistake us for a predecessor that left sessions open.
         self._socket.setsockopt(zmq.IDENTITY, b"v" + secrets.token_bytes(8))
+        self._was_connected = False
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -76,10 +78,19 @@ class VerifierChannel:
         return True
 
     def receive(self, timeout_ms: float) -> ToVerifier | None:
-        """The next message, or None after ``timeout_ms``. Raises ``MalformedMessage``."""
+        """The next message, or None after ``timeout_ms``. Raises ``MalformedMessage``. A connection that broke and was
+        made again reads as a ``Refuse``: what was on its way may be lost, so that nothing the draft holds is certain.
+        """
         if not self._socket.poll(max(0, timeout_ms)):
             return None
-        return decode_to_verifier(self._socket.recv())
+        frame = self._socket.recv()
+        if frame:
+            return decode_to_verifier(frame)
+        # The empty frame with which the draft's socket starts a connection.
+        if self._was_connected:
+            return Refuse("the connection broke and was made again")
+        self._was_connected = True
+        return self.receive(timeout_ms)
 
     def close(self) -> None:
         self._socket.close(linger=200)
@@ -97,6 +108,8 @@ class DraftChannel:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A verifier whose connection broke comes back under its identity, maybe before we see the old one break.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # An empty frame tells a verifier that its connection is new.
+        self._socket.setsockopt(zmq.PROBE_ROUTER, 1)
         try:
             if _is_served(endpoint):
                 raise OSError("another process listens there")

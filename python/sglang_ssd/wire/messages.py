@@ -67,11 +67,16 @@ class Refuse(_Message):
 
 class Open(_Message):
     """Verifier to draft: a request enters with these tokens. They do not include a bonus token that is still to come;
-    that one arrives in a ``Round`` with ``num_accepted`` 0."""
+    that one arrives in a ``Round`` with ``num_accepted`` 0.
+
+    ``temperature`` 0 is greedy. ``seed`` is that of the noise which both sides share, a signed 64-bit integer.
+    """
 
     request: int
     generation: int
     token_ids: list[int]
+    temperature: float = 0.0
+    seed: int = 0
 
 
 class Round(_Message):
@@ -194,7 +199,9 @@ def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessage(f"{len(frame)} bytes are no message of protocol {PROTOCOL_VERSION}: {error}") from None
+        raise MalformedMessage(
+            f"{len(frame)} bytes are no message of protocol {PROTOCOL_VERSION}: {error}"
+        ) from None
 
 
 def _check_parallel(name: str, *columns: list) -> None:

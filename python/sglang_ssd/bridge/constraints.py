@@ -1,0 +1,64 @@
+"""Grammar masks and custom logit processors of a batch, for every position of a verified run.
+
+Seams: ``GrammarTree`` and ``build_grammar_vocab_mask`` (a chain is a degenerate tree; the masks follow the grammar
+through the proposal and leave its state as it was); ``SamplingBatchInfo.custom_logit_processor``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def mask_grammars(batch, verify_ids: torch.Tensor, logits: torch.Tensor) -> None:
+    """Mask in place what grammars forbid.
+
+    verify_ids: int64 [B, W], column 0 the token that is committed already, then the proposal. logits: float [B, W, V].
+    """
+    if not any(request.grammar is not None for request in batch.reqs):
+        return
+    from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+
+    mask = build_grammar_vocab_mask(
+        reqs=batch.reqs,
+        tree=GrammarTree.from_linear_chain(verify_ids),
+        sampling_info=batch.sampling_info,
+        device=logits.device,
+        barrier=None,
+    )
+    if mask is not None:
+        mask.apply(logits.view(-1, logits.shape[-1]))
+
+
+def apply_processors(batch, runs: list[list[int]], logits: torch.Tensor) -> None:
+    """Apply custom logit processors in place, row by row as plain decoding would.
+
+    runs: [B], each request's proposal; a processor that reads the request's output sees it up to its own position.
+    logits: float [B, W, V].
+    """
+    info = batch.sampling_info
+    if not info.has_custom_logit_processor:
+        return
+    for entry in info.custom_logit_processor.values():
+        for row in entry.rows:
+            for j in range(min(len(runs[row]), logits.shape[1] - 1) + 1):
+                params = _params_at(info.custom_params[row], runs[row][:j])
+                logits[row, j] = entry.processor(logits[row, j : j + 1], [params])[0].to(logits.dtype)
+
+
+def _params_at(params: dict[str, Any] | None, run: list[int]) -> dict[str, Any] | None:
+    if not params or "__req__" not in params or not run:
+        return params
+    return {**params, "__req__": _RequestAt(params["__req__"], run)}
+
+
+class _RequestAt:
+    """A request as it will be after some more tokens: everything else is read from the request itself."""
+
+    def __init__(self, request, run: list[int]) -> None:
+        self._request = request
+        self.output_ids = [*request.output_ids, *run]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

@@ -1,0 +1,299 @@
+"""The messages: whatever is legal round-trips, whatever is not is one ``MalformedMessage``, and a round is small."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ssd.wire.channel import MAX_MESSAGE_BYTES
+from sglang_ssd.wire.messages import (
+    PROTOCOL_VERSION,
+    Close,
+    DraftStats,
+    Hello,
+    MalformedMessage,
+    Open,
+    Ping,
+    Pong,
+    Proposal,
+    Refuse,
+    Round,
+    RowKey,
+    ToDraft,
+    ToVerifier,
+    Welcome,
+    decode_to_draft,
+    decode_to_verifier,
+    encode,
+    why_incompatible,
+)
+
+DECODERS = {decode_to_draft: get_args(ToDraft), decode_to_verifier: get_args(ToVerifier)}
+both_directions = pytest.mark.parametrize("decode", DECODERS)
+
+
+def values(hint, num_items: int | None = None) -> st.SearchStrategy:
+    """Any value of a field; a list has ``num_items``."""
+    if hint is int:
+        return st.integers(-(2**63), 2**64 - 1)
+    if hint is float:
+        return st.floats(allow_nan=False)
+    if hint is str:
+        return st.text(max_size=20)
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is list:
+        sizes = dict(max_size=4) if num_items is None else dict(min_size=num_items, max_size=num_items)
+        return st.lists(values(*get_args(hint)), **sizes)
+    return messages(hint)
+
+
+def messages(struct: type) -> st.SearchStrategy:
+    """Any instance of a message type, its parallel lists of equal lengths."""
+
+    def of_size(num_rows: int) -> st.SearchStrategy:
+        return st.builds(struct, **{name: values(hint, num_rows) for name, hint in get_type_hints(struct).items()})
+
+    return st.integers(0, 4).flatmap(of_size)
+
+
+def decode_or_malformed(decode, frame: bytes):
+    """Any other exception fails the test."""
+    try:
+        return decode(frame)
+    except MalformedMessage as error:
+        assert "\n" not in str(error)
+        return None
+
+
+@pytest.mark.parametrize(
+    ("decode", "struct"), [(decode, struct) for decode, structs in DECODERS.items() for struct in structs]
+)
+@given(data=st.data())
+def test_every_message_round_trips(decode, struct, data):
+    message = data.draw(messages(struct))
+    received = decode(encode(message))
+    assert type(received) is struct and received == message
+
+
+@both_directions
+@given(data=st.data())
+def test_messages_of_the_other_direction_are_malformed(decode, data):
+    (other,) = set(DECODERS) - {decode}
+    struct = data.draw(st.sampled_from(sorted(set(DECODERS[other]) - set(DECODERS[decode]), key=str)))
+    with pytest.raises(MalformedMessage):
+        decode(encode(data.draw(messages(struct))))
+
+
+@both_directions
+@given(frame=st.binary(max_size=200))
+def test_random_bytes_are_malformed_or_a_message(decode, frame):
+    message = decode_or_malformed(decode, frame)
+    assert message is None or isinstance(message, DECODERS[decode])
+
+
+@both_directions
+@given(data=st.data())
+def test_truncated_and_prolonged_frames_are_malformed(decode, data):
+    frame = encode(data.draw(st.sampled_from(DECODERS[decode]).flatmap(messages)))
+    with pytest.raises(MalformedMessage):
+        decode(frame[: data.draw(st.integers(0, len(frame) - 1))])
+    with pytest.raises(MalformedMessage):
+        decode(frame + data.draw(st.binary(min_size=1, max_size=8)))
+
+
+@both_directions
+@given(data=st.data())
+def test_flipped_bits_are_malformed_or_a_message(decode, data):
+    frame = bytearray(encode(data.draw(st.sampled_from(DECODERS[decode]).flatmap(messages))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    message = decode_or_malformed(decode, bytes(frame))
+    assert message is None or isinstance(message, DECODERS[decode])
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary()
+anything = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner))
+
+
+@both_directions
+@settings(max_examples=50)
+@given(data=st.data())
+def test_any_values_under_a_known_tag_are_malformed_or_a_message(decode, data):
+    tag = data.draw(st.sampled_from(DECODERS[decode])).__name__
+    frame = msgspec.msgpack.encode([tag, *data.draw(st.lists(anything, max_size=8))])
+    message = decode_or_malformed(decode, frame)
+    assert message is None or type(message).__name__ == tag
+
+
+def wrong_fields():
+    """Every field of every message, replaced by a value of a type that it cannot have."""
+    for decode, structs in DECODERS.items():
+        for struct in structs:
+            for name, hint in get_type_hints(struct).items():
+                yield pytest.param(decode, struct, name, hint, id=f"{decode.__name__}-{struct.__name__}.{name}")
+
+
+@pytest.mark.parametrize(("decode", "struct", "name", "hint"), list(wrong_fields()))
+@settings(max_examples=12)
+@given(data=st.data())
+def test_a_field_of_the_wrong_type_is_malformed(decode, struct, name, hint, data):
+    wrong = {int: ["1", 1.0, True, None, [1]], str: [1, b"a", None, ["a"]], float: ["1", None, [1.0]]}.get(
+        hint, [7, None, {}, "never", [None], [[["x"]]]]
+    )
+    fields = msgspec.to_builtins(data.draw(messages(struct)))
+    fields[1 + list(get_type_hints(struct)).index(name)] = data.draw(st.sampled_from(wrong))
+    with pytest.raises(MalformedMessage):
+        decode(msgspec.msgpack.encode(fields))
+
+
+@both_directions
+@given(data=st.data())
+def test_extra_fields_and_unknown_tags_are_malformed(decode, data):
+    fields = msgspec.to_builtins(data.draw(st.sampled_from(DECODERS[decode]).flatmap(messages)))
+    with pytest.raises(MalformedMessage):
+        decode(msgspec.msgpack.encode([*fields, data.draw(anything)]))
+    with pytest.raises(MalformedMessage):
+        decode(msgspec.msgpack.encode([data.draw(st.text().filter(lambda tag: tag != fields[0])), *fields[1:]]))
+    with pytest.raises(MalformedMessage):
+        decode(msgspec.msgpack.encode(dict(zip(map(str, fields), fields, strict=True))))
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
+        (decode_to_draft, Round(1, [1], [0, 0], [5], [0], [7])),
+        (decode_to_draft, Round(1, [1, 2], [0, 0], [5, 5], [0, 0], [7])),
+        (decode_to_draft, Close([1, 2], [0], "finished")),
+        (decode_to_verifier, Proposal(1, [0, 1], ["hit"], [[1], [2]])),
+        (decode_to_verifier, Proposal(1, [0], ["hit"], [])),
+    ],
+)
+def test_parallel_lists_of_unequal_lengths_are_malformed(decode, message):
+    with pytest.raises(MalformedMessage, match="unequal lengths"):
+        decode(encode(message))
+
+
+ARRAY_OF_4G = b"\xdd\xff\xff\xff\xff"
+STRING_OF_4G = b"\xdb\xff\xff\xff\xff"
+MAP_OF_4G = b"\xdf\xff\xff\xff\xff"
+DEEP = MAX_MESSAGE_BYTES - 64
+
+
+@both_directions
+@pytest.mark.parametrize("head", [b"", *(encode(message)[:-1] for message in (Refuse(""), Ping(1), Open(1, 0, [])))])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"\x91" * DEEP,
+        b"\x81" * DEEP,
+        b"\x81\xa1a" * (DEEP // 3),
+        ARRAY_OF_4G,
+        ARRAY_OF_4G * (DEEP // 5),
+        STRING_OF_4G,
+        MAP_OF_4G,
+        b"\xc9\xff\xff\xff\xff\x05",
+    ],
+    ids=["arrays", "maps", "maps-of-maps", "4G-array", "4G-arrays", "4G-string", "4G-map", "4G-ext"],
+)
+def test_deep_nesting_and_lying_lengths_are_malformed(decode, head, tail):
+    with pytest.raises(MalformedMessage):
+        decode(head + tail)
+
+
+def test_keys_name_requests_and_generations():
+    assert Round(1, [4, 9], [0, 2], [5, 6], [0, 1], [7, 8]).keys() == [RowKey(4, 0), RowKey(9, 2)]
+
+
+def test_a_round_of_64_rows_and_its_answer_are_small():
+    """The largest ids that occur: a vocabulary of 256 Ki tokens, contexts of 1 Mi tokens, a billion requests."""
+    rows, lookahead, vocab_size, length, request = 64, 7, 1 << 18, 1 << 20, 10**9
+    question = Round(
+        10**9,
+        list(range(request, request + rows)),
+        [1] * rows,
+        [length - row for row in range(rows)],
+        [lookahead] * rows,
+        [vocab_size - 1 - row for row in range(rows)],
+    )
+    answer = Proposal(10**9, list(range(rows)), ["neural"] * rows, [[vocab_size - 1] * lookahead] * rows)
+    question_bytes, answer_bytes = len(encode(question)), len(encode(answer))
+    print(f"Round of {rows} rows: {question_bytes} bytes; Proposal of {rows} rows, K={lookahead}: {answer_bytes} bytes")
+    assert decode_to_draft(encode(question)) == question and decode_to_verifier(encode(answer)) == answer
+    assert question_bytes < 4096
+    assert answer_bytes < 4096
+
+
+# -- why_incompatible ------------------------------------------------------------------------------------------------
+
+
+def hello(**changes) -> Hello:
+    facts = dict(
+        protocol_version=PROTOCOL_VERSION,
+        vocab_size=1000,
+        tokenizer_fingerprint="same",
+        lookahead=3,
+        fan_out_budget=8,
+        context_length=512,
+        target_model="the-target",
+    )
+    return Hello(**(facts | changes))
+
+
+WELCOME = Welcome(PROTOCOL_VERSION, "the-draft", 1000, 512, 8, 4096, "boot")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fingerprint", "words"),
+    [
+        (dict(protocol_version=PROTOCOL_VERSION + 1), "same", [str(PROTOCOL_VERSION), str(PROTOCOL_VERSION + 1)]),
+        (dict(tokenizer_fingerprint="other"), "same", ["tokenizers", "the-target", "the-draft"]),
+        (dict(tokenizer_fingerprint="", vocab_size=999), "same", ["999", "1000", "the-target", "the-draft"]),
+        (dict(vocab_size=1001), "", ["1001", "1000", "the-target", "the-draft"]),
+        (dict(tokenizer_fingerprint="", vocab_size=999), "", ["999", "1000"]),
+        (dict(lookahead=0), "same", ["--speculative-num-steps", "0"]),
+        (dict(lookahead=-3), "same", ["--speculative-num-steps", "-3"]),
+        (dict(fan_out_budget=-1), "same", ["fan-out budget", "-1"]),
+    ],
+)
+def test_why_incompatible_names_what_does_not_fit(changes, fingerprint, words):
+    reason = why_incompatible(hello(**changes), WELCOME, fingerprint)
+    assert reason and "\n" not in reason
+    for word in words:
+        assert word in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "fingerprint"),
+    [
+        ({}, "same"),
+        (dict(vocab_size=1024), "same"),
+        (dict(vocab_size=900), "same"),
+        (dict(tokenizer_fingerprint=""), "same"),
+        (dict(tokenizer_fingerprint=""), ""),
+        ({}, ""),
+        (dict(fan_out_budget=0, lookahead=1), "same"),
+        (dict(context_length=1 << 20), "same"),
+    ],
+    ids=[
+        "equal",
+        "padded-to-more",
+        "padded-to-fewer",
+        "no-tokenizer-of-the-target",
+        "no-tokenizers",
+        "no-tokenizer-of-the-draft",
+        "synchronous",
+        "longer-context",
+    ],
+)
+def test_compatible(changes, fingerprint):
+    assert why_incompatible(hello(**changes), WELCOME, fingerprint) is None
+
+
+def test_stats_travel_whole():
+    stats = DraftStats(**{name: index + 1 for index, name in enumerate(DraftStats.__struct_fields__)})
+    assert decode_to_verifier(encode(Pong(7, stats))) == Pong(7, stats)
