@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,20 +149,30 @@ def _stop(process: subprocess.Popen, server: Server) -> None:
     """SIGINT, as Ctrl-C does; then every process and socket of the server must be gone."""
     if process.poll() is not None:
         return
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    parent = psutil.Process(process.pid)
+    family = {member: _name(member) for member in (parent, *parent.children(recursive=True))}
     sockets = [path for member in family for path in _our_sockets(member)]
     process.send_signal(signal.SIGINT)
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while (alive := [member for member in family if _is_alive(member)]) and time.monotonic() < deadline:
         process.poll()
         time.sleep(0.1)
-    names = [f"{member.pid} {member.name()}" for member in alive]
     for member in alive:
-        member.kill()
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
     process.wait()
-    left = [*names, *(path for path in sockets if os.path.exists(path))]
+    left = [*(family[member] for member in alive), *(path for path in sockets if os.path.exists(path))]
     if left:
-        raise ServerFailed(f"left {STOP_TIMEOUT_S:.0f} s after SIGINT: {', '.join(left)}\n{server.log_tail()}")
+        raise ServerFailed(
+            f"left {STOP_TIMEOUT_S:.0f} s after SIGINT: {', '.join(left)}\n{server.log_tail()}"
+        )
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {process.name()}"
+    except psutil.NoSuchProcess:
+        return str(process.pid)
 
 
 def _our_sockets(process: psutil.Process) -> list[str]:

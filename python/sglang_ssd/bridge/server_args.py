@@ -125,6 +125,9 @@ def with_ssd_defaults(args: argparse.Namespace, argv: list[str]) -> argparse.Nam
         args.attention_backend = args.attention_backend or "torch_native"
         # An idle scheduler that polls would burn a core that somebody else computes on.
         args.sleep_on_idle = True
+        # As SGLang does for its own algorithms: without a second device the overlapped loop only adds a late round, and
+        # plain decoding then counts penalties one token late.
+        args.disable_overlap_schedule = True
     if args.ssd_mode == "off":
         args.speculative_algorithm = args.speculative_draft_model_path = None
         args.speculative_num_steps = args.speculative_eagle_topk = args.speculative_num_draft_tokens = None
@@ -161,9 +164,6 @@ def with_ssd_defaults(args: argparse.Namespace, argv: list[str]) -> argparse.Nam
     args.speculative_num_steps = lookahead
     args.speculative_eagle_topk = 1
     args.speculative_num_draft_tokens = lookahead + 1
-    if args.device == "cpu":
-        # As SGLang does for its own algorithms: without a second device the overlapped loop only adds a late round.
-        args.disable_overlap_schedule = True
     return args
 
 
