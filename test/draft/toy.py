@@ -11,7 +11,8 @@ import random
 import torch
 
 from sglang_ssd.bridge.draft_runner import Capacity
-from sglang_ssd.draft.runner import Lane
+from sglang_ssd.draft.forking_paths import Guess
+from sglang_ssd.draft.runner import Lane, Position
 
 VOCAB_SIZE = 50
 
@@ -24,6 +25,12 @@ def ranks_after(tokens: list[int], num_candidates: int) -> list[int]:
     order = list(range(VOCAB_SIZE))
     random.Random(seed).shuffle(order)
     return order[:num_candidates]
+
+
+def guess_after(tokens: list[int], position: Position) -> Guess:
+    assert position.index == len(tokens) - 1, "a guess is made at the index of the last token before it"
+    ranks = ranks_after(tokens, position.num_candidates)
+    return Guess(ranks[0], ranks)
 
 
 def continuation(tokens: list[int], num_tokens: int) -> list[int]:
@@ -102,12 +109,12 @@ class ToyRunner:
     def limit_vocabulary(self, vocab_size: int) -> None:
         assert vocab_size == VOCAB_SIZE
 
-    def extend(self, row: int, prefix_len: int, token_ids: list[int], law, num_candidates: int) -> list[int]:
+    def extend(self, row: int, prefix_len: int, token_ids: list[int], position: Position) -> Guess:
         self._run_middle()
         for offset, token in enumerate(token_ids):
             self.pool.store(row, prefix_len + offset, token)
         self.num_tokens_forwarded += len(token_ids)
-        return ranks_after(self.pool.read(row, prefix_len + len(token_ids)), num_candidates)
+        return guess_after(self.pool.read(row, prefix_len + len(token_ids)), position)
 
     def step(self, lanes: list[Lane]) -> None:
         self._run_middle()
@@ -119,7 +126,7 @@ class ToyRunner:
             assert path.pending, "a lane without a token"
             self.num_tokens_forwarded += len(path.pending)
             tokens = self.pool.read(path.row, path.num_cached + len(path.pending))
-            path.advance(ranks_after(tokens, lane.num_candidates), lane.lookahead)
+            path.advance(guess_after(tokens, lane.position), lane.lookahead)
 
 
 class ToyChannel:

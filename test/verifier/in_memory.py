@@ -23,6 +23,8 @@ class Line:
         self.to_draft: deque[bytes] = deque()
         self.to_verifier: deque[bytes] = deque()
         self.is_full = False
+        #: What the draft said is still on its way.
+        self.is_stalled = False
         self.is_closed = False
         self.now_s = 1000.0
         #: Called when the verifier waits and nothing is there: the draft's chance to speak.
@@ -39,7 +41,7 @@ class Line:
     def receive(self, timeout_ms: float) -> ToVerifier | None:
         if not self.to_verifier and timeout_ms > 0:
             self.when_waiting()
-        if not self.to_verifier:
+        if self.is_stalled or not self.to_verifier:
             self.now_s += max(0.0, timeout_ms) / 1e3
             return None
         return decode_to_verifier(self.to_verifier.popleft())

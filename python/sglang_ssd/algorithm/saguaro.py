@@ -35,3 +35,55 @@ def sample_sparse(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     ``uniforms`` ``[N]`` in [0, 1), independent of the verifier's. Returns int64 ``[N]``.
     """
     return inverse_cdf(probs, uniforms)
+
+
+#: Values of C that ``--ssd-saguaro-c auto`` chooses from.
+SCALES = (1.0, 0.7, 0.5, 0.3, 0.1)
+
+
+class ScaleTuner:
+    """Chooses C online: the one of ``scales`` under which most tokens are emitted a millisecond.
+
+    Each scale is tried for ``trial_rounds``; then the best is kept, and after every ``keep_rounds`` of it another one
+    is tried again, in turns, since acceptance and hit rate drift. One scale means that nothing is tuned.
+    """
+
+    def __init__(
+        self, scales: tuple[float, ...] = SCALES, trial_rounds: int = 32, keep_rounds: int = 256
+    ) -> None:
+        self._scales = scales
+        self._trial_rounds = trial_rounds
+        self._keep_rounds = keep_rounds
+        self._tokens_per_ms: list[float | None] = [None] * len(scales)
+        self._current = 0
+        self._last_trial = 0
+        self._is_trial = True
+        self._num_rounds, self._tokens, self._ms = 0, 0, 0.0
+
+    @property
+    def c(self) -> float:
+        """The scale in force."""
+        return self._scales[self._current]
+
+    def observe(self, num_tokens: int, round_ms: float) -> None:
+        """Take in one round that was drafted with ``c``."""
+        if len(self._scales) == 1:
+            return
+        self._num_rounds += 1
+        self._tokens += num_tokens
+        self._ms += round_ms
+        if self._num_rounds >= (self._trial_rounds if self._is_trial else self._keep_rounds):
+            self._tokens_per_ms[self._current] = self._tokens / self._ms if self._ms > 0 else 0.0
+            self._num_rounds, self._tokens, self._ms = 0, 0, 0.0
+            self._choose_next()
+
+    def _choose_next(self) -> None:
+        if None in self._tokens_per_ms:
+            self._current = self._tokens_per_ms.index(None)
+        elif self._is_trial:
+            self._current = max(range(len(self._scales)), key=lambda i: self._tokens_per_ms[i])
+            self._is_trial = False
+        else:
+            others = [(self._last_trial + i) % len(self._scales) for i in range(1, len(self._scales) + 1)]
+            self._current = self._last_trial = next(i for i in others if i != self._current)
+            self._is_trial = True

@@ -42,6 +42,10 @@ class SamplingLaw(NamedTuple):
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def as_greedy(self) -> SamplingLaw:
+        """The same request at temperature 0."""
+        return self._replace(temperature=0.0)
+
     @property
     def is_truncated(self) -> bool:
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
@@ -51,7 +55,9 @@ class SamplingLaw(NamedTuple):
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-def penalise_run(logits: torch.Tensor, law: SamplingLaw, output_ids: Sequence[int], run: Sequence[int]) -> None:
+def penalise_run(
+    logits: torch.Tensor, law: SamplingLaw, output_ids: Sequence[int], run: Sequence[int]
+) -> None:
     """Apply penalties and ``min_new_tokens`` in place to the rows of one request.
 
     logits: float [W, V], row j is the law after ``output_ids`` and the first j tokens of ``run``; rows beyond
@@ -134,7 +140,9 @@ def _cut(probs: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:
     while True:
         ranked = probs.topk(num_sorted, dim=-1).values
         # A token stays while the mass before it has not passed top_p.
-        stays = (ranked.cumsum(-1) - ranked <= top_ps) & (torch.arange(num_sorted, device=probs.device) < top_ks)
+        stays = (ranked.cumsum(-1) - ranked <= top_ps) & (
+            torch.arange(num_sorted, device=probs.device) < top_ks
+        )
         num_kept = stays.sum(-1, keepdim=True)
         is_cut_inside = (num_kept < num_sorted) | (top_ps >= 1.0)
         if num_sorted == vocab_size or bool(is_cut_inside.all()):

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import msgspec
 from sglang.srt.server_args import ServerArgs
 
+from sglang_ssd.algorithm.saguaro import SCALES
 from sglang_ssd.bridge.speculative import ALGORITHM_NAME
 
 MODES = ("async", "sync", "off")
+SAMPLINGS = ("shared-noise", "residual")
 DEFAULT_LOOKAHEAD = 3
 DEFAULT_FAN_OUT_BUDGET = 12
 
@@ -31,6 +33,8 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
     ssd_target_cores: str | None = None
     ssd_draft_cores: str | None = None
     ssd_draft_dtype: str = "auto"
+    ssd_sampling: str = "shared-noise"
+    ssd_saguaro_c: str = "1.0"
     ssd_draft_temperature: float | None = None
     ssd_draft_top_m: int = 64
     ssd_draft_attention_backend: str | None = None
@@ -68,6 +72,18 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--ssd-draft-cores", help="CPU only: cores of the draft. Default: the last core.")
     add("--ssd-draft-dtype", default="auto", help="Data type of the draft's weights and activations.")
+    add(
+        "--ssd-sampling",
+        choices=SAMPLINGS,
+        default="shared-noise",
+        help="How sampled requests are verified. shared-noise: both sides draw with the same noise; a seed fixes the "
+        "output. residual: the paper's acceptance rule. Both are exact.",
+    )
+    add(
+        "--ssd-saguaro-c",
+        default="1.0",
+        help="Scale C of Saguaro sampling in [0, 1], 1 is off, or auto. Needs --ssd-sampling residual.",
+    )
     add(
         "--ssd-draft-temperature",
         type=float,
@@ -150,6 +166,11 @@ def with_ssd_defaults(args: argparse.Namespace, argv: list[str]) -> argparse.Nam
         )
     if args.ssd_fan_out_budget < 0:
         raise ValueError(f"--ssd-fan-out-budget {args.ssd_fan_out_budget}: must be 0 or more")
+    if args.ssd_sampling == "shared-noise" and saguaro_scales(args.ssd_saguaro_c) != (1.0,):
+        raise ValueError(
+            f"--ssd-saguaro-c {args.ssd_saguaro_c}: needs --ssd-sampling residual; with shared noise the bonus token is "
+            "predictable without it"
+        )
     if args.ssd_draft_temperature is not None and args.ssd_draft_temperature <= 0:
         raise ValueError(f"--ssd-draft-temperature {args.ssd_draft_temperature}: must be above 0")
     if args.ssd_draft_top_m < 1:
@@ -167,6 +188,19 @@ def with_ssd_defaults(args: argparse.Namespace, argv: list[str]) -> argparse.Nam
     return args
 
 
+def saguaro_scales(text: str) -> tuple[float, ...]:
+    """The values of C that ``--ssd-saguaro-c`` allows. Raises ValueError in one line."""
+    if text == "auto":
+        return SCALES
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = -1.0
+    if not 0.0 <= scale <= 1.0:
+        raise ValueError(f"--ssd-saguaro-c {text}: must be a number in [0, 1] or auto")
+    return (scale,)
+
+
 def detect_device() -> str:
     """``cuda`` where torch sees a GPU, else ``cpu``."""
     import torch
@@ -180,6 +214,8 @@ class SSDOptions(NamedTuple):
     mode: str
     fan_out_budget: int
     draft_endpoint: str | None
+    sampling: str
+    saguaro_scales: tuple[float, ...]
     draft_temperature: float | None
     round_timeout_ms: float
     start_timeout_s: float
@@ -194,6 +230,8 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
             args.ssd_mode,
             0 if args.ssd_mode == "sync" else args.ssd_fan_out_budget,
             args.ssd_draft_endpoint,
+            args.ssd_sampling,
+            saguaro_scales(args.ssd_saguaro_c),
             args.ssd_draft_temperature,
             args.ssd_round_timeout_ms,
             args.ssd_start_timeout_s,
@@ -204,6 +242,8 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
         "async",
         DEFAULT_FAN_OUT_BUDGET,
         os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT"),
+        "shared-noise",
+        (1.0,),
         None,
         own["ssd_round_timeout_ms"],
         own["ssd_start_timeout_s"],

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,22 @@ class SlotPool(Protocol):
     def copy_slots(self, source: int, target: int, start: int, end: int) -> None: ...
 
 
+class SparseLaw(NamedTuple):
+    """The law that a token was drawn from, as it is shipped: int32 [M] ids and float32 [M] probabilities."""
+
+    ids: bytes
+    probs: bytes
+
+
+class Guess(NamedTuple):
+    """What the draft thinks of one position: the token it proposes, the candidates for a bonus token, best first, and
+    the law that the token was drawn from (None where it was not drawn: greedy rows and shared noise)."""
+
+    token: int
+    ranks: list[int]
+    q: SparseLaw | None = None
+
+
 @dataclass(slots=True)
 class Path:
     """One line of tokens: the request itself or one guess of how it goes on.
@@ -37,7 +53,7 @@ class Path:
     num_shared:  leading tokens whose slots belong to the main row (0 for the main path itself).
     num_cached:  leading tokens whose KV is computed.
     pending:     the tokens from ``num_cached`` on that the next forward takes.
-    drafted:     tokens drafted after ``length``.
+    drafted:     tokens drafted after ``length``, and ``q`` the laws they were drawn from.
     ranks:       ranks[j]: the draft's candidates, best first, for the token after ``length + j``.
     """
 
@@ -47,16 +63,25 @@ class Path:
     num_cached: int
     pending: list[int]
     drafted: list[int] = field(default_factory=list)
+    q: list[SparseLaw | None] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)
 
-    def advance(self, candidates: list[int], lookahead: int) -> None:
-        """Take in a forward of all pending tokens. ``candidates``: the ranks after the last of them."""
+    def advance(self, guess: Guess, lookahead: int) -> None:
+        """Take in a forward of all pending tokens. ``guess``: what the draft thinks of the token after them."""
         self.num_cached += len(self.pending)
-        self.ranks.append(candidates)
         self.pending = []
+        self.ranks.append(guess.ranks)
         if len(self.drafted) < lookahead:
-            self.drafted.append(candidates[0])
-            self.pending = [candidates[0]]
+            self.draft(guess)
+
+    def draft(self, guess: Guess) -> None:
+        """Propose the guessed token; the next forward takes it."""
+        self.drafted.append(guess.token)
+        self.q.append(guess.q)
+        self.pending = [guess.token]
+
+    def forget_drafts(self) -> None:
+        self.drafted, self.q, self.ranks = [], [], []
 
 
 class ForkingPaths:
@@ -98,7 +123,12 @@ class ForkingPaths:
         self._pool.give_slots(main.row, branch.num_shared, main.num_cached)
         self._pool.copy_slots(branch.row, main.row, branch.num_shared, branch.num_cached)
         main.length, main.num_cached = branch.length, branch.num_cached
-        main.pending, main.drafted, main.ranks = branch.pending, branch.drafted, branch.ranks
+        main.pending, main.drafted, main.q, main.ranks = (
+            branch.pending,
+            branch.drafted,
+            branch.q,
+            branch.ranks,
+        )
         self._pool.give_row(branch.row)
 
     def rewind(self, main: Path, num_accepted: int, bonus_token: int) -> None:
@@ -111,7 +141,7 @@ class ForkingPaths:
         main.num_cached = min(kept, main.num_cached)
         main.length = kept + 1
         main.pending = [*uncached, bonus_token]
-        main.drafted, main.ranks = [], []
+        main.forget_drafts()
 
     def release(self, path: Path) -> None:
         """Free the row and the slots that this path owns."""

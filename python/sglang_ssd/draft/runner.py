@@ -7,29 +7,54 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ssd.algorithm.shared_noise import perturbed_top
+from sglang_ssd.algorithm.saguaro import saguaro_probs, sample_sparse
+from sglang_ssd.algorithm.shared_noise import Stream, perturbed_top, seeded_uniforms
 from sglang_ssd.bridge.draft_runner import DraftModelRunner
-from sglang_ssd.draft.forking_paths import Path
+from sglang_ssd.draft.forking_paths import Guess, Path, SparseLaw
+from sglang_ssd.wire.messages import Sampling
 
 #: Likeliest tokens that the noise is added to. Any guess is exact, so this bounds cost and acceptance only.
 DEFAULT_TOP_M = 64
 
 
 class DraftLaw(NamedTuple):
-    """How one request's guesses are drawn: the temperature of the draft's logits (0: greedy) and the seed of the noise
-    that target and draft share."""
+    """How one request's guesses are drawn: the temperature of the draft's logits (0: greedy), the seed of the noise,
+    and whether target and draft share that noise or q is shipped for residual sampling."""
 
     temperature: float
     seed: int
+    sampling: Sampling = "shared-noise"
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def is_residual(self) -> bool:
+        return self.sampling == "residual" and not self.is_greedy
+
+
+class Position(NamedTuple):
+    """What a guess needs to know besides the logits.
+
+    index: of the last token before it. num_candidates: ranks that forks can need. fan_out and saguaro_c: the F and C
+    that Saguaro sampling scales with (residual sampling only).
+    """
+
+    law: DraftLaw
+    index: int
+    num_candidates: int
+    fan_out: int
+    saguaro_c: float
 
 
 class Lane(NamedTuple):
-    """A path that goes through the next forward. ``base_row`` is its request's main row."""
+    """A path that goes through the next forward, and the position that is guessed after its pending tokens.
+    ``base_row`` is its request's main row."""
 
     path: Path
     base_row: int
-    law: DraftLaw
-    num_candidates: int
+    position: Position
     lookahead: int
 
 
@@ -53,12 +78,9 @@ class DraftRunner:
         """Have ``callback`` called now and then while a forward runs; it may raise to end the forward."""
         self._model.call_during_forwards(callback)
 
-    def extend(
-        self, row: int, prefix_len: int, token_ids: list[int], law: DraftLaw, num_candidates: int
-    ) -> list[int]:
-        """Forward a chunk of a prompt. Returns the ranks after its last token."""
-        logits = self._model.extend(row, prefix_len, token_ids)
-        return self._rank(logits, [law], [prefix_len + len(token_ids) - 1], num_candidates)[0]
+    def extend(self, row: int, prefix_len: int, token_ids: list[int], position: Position) -> Guess:
+        """Forward a chunk of a prompt. Returns the guess after its last token."""
+        return self._guess(self._model.extend(row, prefix_len, token_ids), [position])[0]
 
     def step(self, lanes: list[Lane]) -> None:
         """Forward the pending tokens of all lanes in one batch and advance their paths.
@@ -83,32 +105,61 @@ class DraftRunner:
         logits = self._model.decode(
             rows, positions, tokens, ForkLayout(list(sizes.values()), list(sizes), shared_lens)
         )
-        ranks = self._rank(
-            logits[ends],
-            [lane.law for lane in lanes],
-            [positions[end] for end in ends],
-            max(lane.num_candidates for lane in lanes),
-        )
-        for lane, candidates in zip(lanes, ranks, strict=True):
-            lane.path.advance(candidates, lane.lookahead)
+        guesses = self._guess(logits[ends], [lane.position for lane in lanes])
+        for lane, guess in zip(lanes, guesses, strict=True):
+            lane.path.advance(guess, lane.lookahead)
 
-    def _rank(
-        self, logits: torch.Tensor, laws: list[DraftLaw], positions: list[int], num_candidates: int
-    ) -> list[list[int]]:
-        """Guesses of the target's draws, best first. logits: float [rows, V]; positions: [rows], of the last token
-        before each draw. Returns [rows][num_candidates] token ids."""
+    def _guess(self, logits: torch.Tensor, positions: list[Position]) -> list[Guess]:
+        """What the draft thinks of the tokens at these positions. logits: float [rows, V], one row a position."""
         logits = logits[:, : self._num_proposable]
-        num_candidates = min(num_candidates, logits.shape[1])
-        if all(law.temperature == 0.0 for law in laws):
-            return logits.topk(num_candidates, dim=-1).indices.tolist()
-        device = logits.device
-        ranked = perturbed_top(
-            logits,
-            torch.tensor([law.temperature for law in laws], dtype=torch.float64, device=device),
-            torch.tensor([law.seed for law in laws], dtype=torch.int64, device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor([law.temperature == 0.0 for law in laws], device=device),
-            num_ranked=num_candidates,
-            top_m=max(self._top_m, num_candidates),
+        num_ranked = min(max(position.num_candidates for position in positions), logits.shape[1])
+        laws = [position.law for position in positions]
+        if any(law.is_residual for law in laws):
+            return self._guess_by_residual(logits, positions, num_ranked)
+        if all(law.is_greedy for law in laws):
+            ranks = logits.topk(num_ranked, dim=-1).indices.tolist()
+        else:
+            ranks = perturbed_top(
+                logits,
+                self._column([law.temperature for law in laws], torch.float64),
+                self._column([law.seed for law in laws], torch.int64),
+                self._column([position.index for position in positions], torch.int64),
+                self._column([law.is_greedy for law in laws], torch.bool),
+                num_ranked=num_ranked,
+                top_m=max(self._top_m, num_ranked),
+            ).token_ids.tolist()
+        return [Guess(row[0], row) for row in ranks]
+
+    def _guess_by_residual(
+        self, logits: torch.Tensor, positions: list[Position], num_ranked: int
+    ) -> list[Guess]:
+        """Draw from the draft's own law, truncated to its top M and scaled by Saguaro, and keep that law with the
+        token. Candidates for the bonus token are the likeliest ones: the residual is left on them."""
+        laws = [position.law for position in positions]
+        top = logits.float().topk(min(max(self._top_m, num_ranked), logits.shape[1]), dim=-1)
+        tempered = (
+            top.values.double()
+            / self._column([law.temperature or 1.0 for law in laws], torch.float64)[:, None]
         )
-        return ranked.token_ids.tolist()
+        seeds = self._column([law.seed for law in laws], torch.int64)
+        indices = self._column([position.index for position in positions], torch.int64)
+        fan_out = self._column([position.fan_out for position in positions], torch.int64)
+        # C is the same in all rows of one verifier; rows of verifiers with another C go apart.
+        guesses: list[Guess | None] = [None] * len(positions)
+        for saguaro_c in {position.saguaro_c for position in positions}:
+            rows = [i for i, position in enumerate(positions) if position.saguaro_c == saguaro_c]
+            probs = saguaro_probs(tempered[rows], fan_out[rows], saguaro_c)
+            uniforms = seeded_uniforms(seeds[rows], indices[rows], Stream.DRAFT)
+            drawn = sample_sparse(probs, uniforms).tolist()
+            for row, row_probs, index in zip(rows, probs, drawn, strict=True):
+                ids = top.indices[row]
+                ranks = ids[:num_ranked].tolist()
+                if laws[row].is_greedy:
+                    guesses[row] = Guess(ranks[0], ranks)
+                    continue
+                q = SparseLaw(ids.to("cpu", torch.int32).numpy().tobytes(), row_probs.cpu().numpy().tobytes())
+                guesses[row] = Guess(int(ids[index]), ranks, q)
+        return guesses
+
+    def _column(self, values: list, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._model.device)

@@ -22,7 +22,7 @@ import msgspec
 from sglang_ssd.algorithm.fan_out import Allocator, UniformFanOut
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
-from sglang_ssd.draft.runner import DraftLaw, DraftRunner, Lane
+from sglang_ssd.draft.runner import DraftLaw, DraftRunner, Lane, Position
 from sglang_ssd.draft.session import Due, Session
 from sglang_ssd.wire.channel import DraftChannel, MalformedFromPeer, Received
 from sglang_ssd.wire.messages import (
@@ -63,6 +63,7 @@ class Peer:
     """One verifier. ``denied`` holds requests that go on without proposals: no room, or the context ends."""
 
     hello: Hello
+    saguaro_c: float = 1.0
     sessions: dict[int, Session] = field(default_factory=dict)
     denied: set[RowKey] = field(default_factory=set)
     last_heard_s: float = field(default_factory=time.monotonic)
@@ -167,7 +168,7 @@ class DraftServer:
     def _answer_complete_hits(self, peer_id: bytes, message: Round) -> None:
         """Send the proposals that are complete; the sessions themselves are not touched while a forward runs."""
         peer = self._peers.get(peer_id)
-        rows, proposals = [], []
+        rows, branches = [], []
         for row, key in enumerate(message.keys()):
             session = peer.sessions.get(key.request) if peer else None
             outcome = Outcome(message.num_accepted[row], message.bonus_tokens[row])
@@ -181,10 +182,10 @@ class DraftServer:
                 self._undecided.discard(session)
             if is_complete:
                 rows.append(row)
-                proposals.append(branch.drafted)
+                branches.append(branch)
                 self._answered_rows.add((peer_id, message.ticket, row))
         if rows:
-            self._send(peer_id, Proposal(message.ticket, rows, ["hit"] * len(rows), proposals))
+            self._send(peer_id, proposal(message.ticket, rows, ["hit"] * len(rows), branches))
 
     def _dispatch(self, peer_id: bytes, message) -> None:
         if isinstance(message, Hello):
@@ -251,7 +252,7 @@ class DraftServer:
             self._counts.opens_denied += 1
             peer.denied.add(key)
             return
-        law = DraftLaw(message.temperature, message.seed)
+        law = DraftLaw(message.temperature, message.seed, hello.sampling)
         peer.sessions[message.request] = Session(
             key, main, law, hello.lookahead, hello.fan_out_budget, self._paths, self._allocate
         )
@@ -269,6 +270,7 @@ class DraftServer:
         """Look every outcome up; what needs no forward is answered in this turn."""
         unanswerable: list[tuple[int, Source]] = []
         self._counts.rounds += 1
+        peer.saguaro_c = message.saguaro_c if 0.0 <= message.saguaro_c <= 1.0 else 1.0
         for row, key in enumerate(message.keys()):
             session = peer.sessions.get(key.request)
             outcome = Outcome(message.num_accepted[row], message.bonus_tokens[row])
@@ -349,10 +351,10 @@ class DraftServer:
             self._starve(session)
             return
         is_last = len(chunk) == len(main.pending)
-        candidates = self._runner.extend(
-            main.row, main.num_cached, chunk, session.law, self._num_candidates(session)
+        guess = self._runner.extend(
+            main.row, main.num_cached, chunk, self._position(session, main, len(chunk))
         )
-        session.take_prefill(candidates if is_last else None, len(chunk))
+        session.take_prefill(guess if is_last else None, len(chunk))
         self._counts.forwards += 1
         self._counts.prefill_forwards += 1
         self._counts.prefill_ms += (time.perf_counter() - started) * 1e3
@@ -364,15 +366,8 @@ class DraftServer:
         for session, paths in work:
             for path in paths:
                 if self._paths.reserve(path, len(path.pending)):
-                    lanes.append(
-                        Lane(
-                            path,
-                            session.main.row,
-                            session.law,
-                            self._num_candidates(session),
-                            session.lookahead,
-                        )
-                    )
+                    position = self._position(session, path, len(path.pending))
+                    lanes.append(Lane(path, session.main.row, position, session.lookahead))
                 elif path is session.main:
                     self._starve(session)
                     lanes = [lane for lane in lanes if lane.base_row != session.main.row]
@@ -391,15 +386,23 @@ class DraftServer:
                     self._paths.give_back(lane.path)
         return (time.perf_counter() - started) * 1e3
 
-    def _num_candidates(self, session: Session) -> int:
-        """Ranks that forks of this session can need: the drafted token and all of the budget at one position."""
-        return session.budget + 1
+    def _position(self, session: Session, path: Path, num_forwarded: int) -> Position:
+        """The position that a forward of the path's next ``num_forwarded`` tokens guesses."""
+        depth = min(len(path.drafted), session.lookahead)
+        return Position(
+            session.law,
+            index=path.num_cached + num_forwarded - 1,
+            # Forks can need the drafted token and all of the budget at one position.
+            num_candidates=session.budget + 1,
+            fan_out=session.fan_out_at(depth) if session.law.is_residual else 0,
+            saguaro_c=self._peer_of(session).saguaro_c if session.law.is_residual else 1.0,
+        )
 
     def _starve(self, session: Session) -> None:
         """No KV slot is left for the request itself: it goes on without proposals, and others get its room."""
         self._counts.branches_denied += session.drop_branches()
         for peer_id, peer in self._peers.items():
-            if peer.sessions.get(session.key.request) is session:
+            if peer is self._peer_of(session):
                 if session.due is not None:
                     self._send(peer_id, Proposal(session.due.ticket, [session.due.row], ["none"], [[]]))
                 self._deny(peer, session)
@@ -415,15 +418,9 @@ class DraftServer:
                 if session.can_answer:
                     ready.setdefault(session.due.ticket, []).append(session)
             for ticket, sessions in ready.items():
-                self._send(
-                    peer_id,
-                    Proposal(
-                        ticket,
-                        [session.due.row for session in sessions],
-                        [session.due.source for session in sessions],
-                        [session.main.drafted for session in sessions],
-                    ),
-                )
+                rows = [session.due.row for session in sessions]
+                sources = [session.due.source for session in sessions]
+                self._send(peer_id, proposal(ticket, rows, sources, [session.main for session in sessions]))
                 for session in sessions:
                     session.answered()
 
@@ -439,6 +436,9 @@ class DraftServer:
 
     def _sessions(self) -> list[Session]:
         return [session for peer in self._peers.values() for session in peer.sessions.values()]
+
+    def _peer_of(self, session: Session) -> Peer:
+        return next(p for p in self._peers.values() if p.sessions.get(session.key.request) is session)
 
     def _drop(self, peer: Peer, request: int) -> None:
         session = peer.sessions.pop(request, None)
@@ -465,6 +465,21 @@ class DraftServer:
     def _send(self, peer_id: bytes, message) -> None:
         if not self._channel.send(peer_id, message):
             self._counts.replies_dropped += 1
+
+
+def proposal(ticket: int, rows: list[int], sources: list[Source], paths: list[Path]) -> Proposal:
+    """What these paths drafted, with the laws they were drawn from where residual sampling drew them."""
+    token_ids = [path.drafted for path in paths]
+    if not any(law for path in paths for law in path.q):
+        return Proposal(ticket, rows, sources, token_ids)
+    return Proposal(
+        ticket,
+        rows,
+        sources,
+        token_ids,
+        [b"".join(law.ids for law in path.q if law) for path in paths],
+        [b"".join(law.probs for law in path.q if law) for path in paths],
+    )
 
 
 class _Counts(msgspec.Struct):

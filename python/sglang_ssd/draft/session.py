@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sglang_ssd.algorithm.fan_out import Allocator, FanOutQuery
 from sglang_ssd.algorithm.outcome import Outcome
-from sglang_ssd.draft.forking_paths import ForkingPaths, Path
+from sglang_ssd.draft.forking_paths import ForkingPaths, Guess, Path
 from sglang_ssd.draft.runner import DraftLaw
 from sglang_ssd.draft.speculation_cache import SpeculationCache
 from sglang_ssd.wire.messages import RowKey, Source
@@ -87,21 +87,25 @@ class Session:
             and self.main.length + outcome.num_accepted + 1 == committed_len
         )
 
+    def fan_out_at(self, depth: int) -> int:
+        """Guesses that will be prepared at this depth of a whole proposal: the F of Saguaro sampling."""
+        return self._allocate(FanOutQuery(self.lookahead, self.budget, self._after_hit))[depth]
+
     # -- what happens to it --------------------------------------------------------------------------------------
 
-    def take_prefill(self, candidates: list[int] | None, num_tokens: int) -> None:
-        """A chunk of the prompt was forwarded. ``candidates``: ranks after it, for the last chunk."""
+    def take_prefill(self, guess: Guess | None, num_tokens: int) -> None:
+        """A chunk of the prompt was forwarded. ``guess``: what the draft thinks of the token after it, None for any
+        chunk but the last."""
         del self.main.pending[:num_tokens]
         self.main.num_cached += num_tokens
         if self.main.pending:
             return
         self._is_prefilled = True
         # The prompt counts as a proposal of length 0, whose outcome is the first token. If that token came while the
-        # prompt was forwarded, it is part of it, and these candidates are already the first draft.
-        self.main.ranks = [candidates]
+        # prompt was forwarded, it is part of it, and this guess is already the first draft.
+        self.main.ranks = [guess.ranks]
         if self.due is not None:
-            self.main.drafted = [candidates[0]]
-            self.main.pending = [candidates[0]]
+            self.main.draft(guess)
 
     def take_outcome(self, outcome: Outcome, due: Due) -> bool:
         """The verifier's outcome arrived. True when a branch stood for it; ``due.source`` is set accordingly."""
@@ -129,8 +133,9 @@ class Session:
                 continue
             self._forked.add(position)
             # At k < length the drafted token was rejected, so it cannot be the bonus.
-            first = 1 if position < length else 0
-            for token in main.ranks[position][first : first + counts[position]]:
+            rejected = main.drafted[position] if position < length else None
+            candidates = [token for token in main.ranks[position] if token != rejected]
+            for token in candidates[: counts[position]]:
                 branch = self._paths.fork(main, position, token)
                 if branch is None:
                     num_denied += 1

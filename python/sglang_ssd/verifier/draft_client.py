@@ -150,8 +150,9 @@ class DraftClient:
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
-    def send_outcomes(self, outcomes: list[RowOutcome]) -> None:
-        """Say how a verification ended. What the draft does not hold is opened again first."""
+    def send_outcomes(self, outcomes: list[RowOutcome], saguaro_c: float = 1.0) -> None:
+        """Say how a verification ended. What the draft does not hold is opened again first. ``saguaro_c``: the scale of
+        the next guesses (residual sampling)."""
         rows: list[RowOutcome] = []
         for outcome in outcomes:
             session = outcome.session
@@ -175,6 +176,7 @@ class DraftClient:
                 [len(row.session.tokens) for row in rows],
                 [row.num_accepted for row in rows],
                 [row.bonus_token for row in rows],
+                saguaro_c,
             )
         )
         for row in rows:
@@ -280,7 +282,9 @@ class DraftClient:
         if sessions is None:
             self._count(late_rows=len(message.rows))
             return
-        for row, source, token_ids in zip(message.rows, message.sources, message.token_ids, strict=True):
+        for i, (row, source, token_ids) in enumerate(
+            zip(message.rows, message.sources, message.token_ids, strict=True)
+        ):
             if not 0 <= row < len(sessions):
                 self._count(malformed=1)
                 continue
@@ -294,7 +298,12 @@ class DraftClient:
                 session.proposed = NOTHING_PROPOSED
                 session.is_held = False
                 continue
-            session.proposed = ProposedRow(source, token_ids)
+            q_ids, q_probs = (message.q_ids[i], message.q_probs[i]) if message.q_ids else (b"", b"")
+            if len(q_ids) != len(q_probs) or len(q_ids) % (4 * max(1, len(token_ids))):
+                # Without a law the tokens are verified as one-hot, which is exact whatever they were drawn from.
+                self._count(malformed=1)
+                q_ids = q_probs = b""
+            session.proposed = ProposedRow(source, token_ids, q_ids, q_probs)
             if source == "unknown":
                 session.is_held = False
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_ssd.algorithm.saguaro import ScaleTuner
 from sglang_ssd.bridge.parallel import is_first_rank
 from sglang_ssd.bridge.process import fail_start
 from sglang_ssd.bridge.scheduler import SchedulerBase
@@ -29,7 +30,10 @@ class SSDScheduler(SchedulerBase):
         if isinstance(self.draft_worker, SSDWorker):
             self.stats = VerifierStats(self.server_args.decode_log_interval, self.metrics_labels())
             client = self._connect() if is_first_rank() else None
-            self.draft_worker.attach(client, self.stats, self.options.draft_temperature)
+            self.saguaro = ScaleTuner(self.options.saguaro_scales)
+            self.draft_worker.attach(
+                client, self.stats, self.options.sampling, self.saguaro, self.options.draft_temperature
+            )
 
     def _connect(self) -> DraftClient:
         """Shake hands with the draft; a server whose draft does not fit does not start."""
@@ -44,6 +48,7 @@ class SSDScheduler(SchedulerBase):
             fan_out_budget=options.fan_out_budget,
             context_length=facts.context_length,
             target_model=facts.model_name,
+            sampling=options.sampling,
         )
         client = DraftClient(options.draft_endpoint, hello, options.round_timeout_ms)
         try:
@@ -98,7 +103,13 @@ class SSDScheduler(SchedulerBase):
     def state(self) -> dict[str, Any]:
         if self.stats is None:
             return {"mode": "off"}
-        state: dict[str, Any] = {"mode": self.options.mode, **self.stats.snapshot()}
+        state: dict[str, Any] = {
+            "mode": self.options.mode,
+            "sampling": self.options.sampling,
+            **self.stats.snapshot(),
+        }
+        if self.options.sampling == "residual":
+            state["saguaro_c"] = self.saguaro.c
         if self.client is not None:
             draft = self.client.draft_stats
             state |= {

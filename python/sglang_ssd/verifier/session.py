@@ -10,10 +10,13 @@ from sglang_ssd.wire.messages import RowKey, Source
 
 
 class ProposedRow(NamedTuple):
-    """What one row verifies: up to K tokens and where they come from."""
+    """What one row verifies: up to K tokens, where they come from, and for tokens that residual sampling drew, their
+    laws: int32 and float32 ``[len(token_ids), M]``, as bytes."""
 
     source: Source
     token_ids: list[int]
+    q_ids: bytes = b""
+    q_probs: bytes = b""
 
 
 NOTHING_PROPOSED = ProposedRow("none", [])

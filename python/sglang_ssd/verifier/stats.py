@@ -24,6 +24,7 @@ class RoundCounts(msgspec.Struct):
     accepted: int = 0
     first_rounds: int = 0
     first_hits: int = 0
+    malformed_laws: int = 0
     draft_wait_ms: float = 0.0
     verify_ms: float = 0.0
 
@@ -98,6 +99,7 @@ class VerifierStats:
             "accept_length": ratio(counts.emitted, counts.rows),
             "proposed": counts.proposed,
             "accepted": counts.accepted,
+            "malformed_laws": counts.malformed_laws,
             "draft_wait_ms": ratio(counts.draft_wait_ms, counts.rounds),
             "verify_ms": ratio(counts.verify_ms, counts.rounds),
         }

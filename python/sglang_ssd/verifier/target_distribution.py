@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ssd.algorithm.shared_noise import draw
-from sglang_ssd.algorithm.target_law import SamplingLaw, add_bias, log_probs, penalise_run
+from sglang_ssd.algorithm.inverse_cdf import inverse_cdf
+from sglang_ssd.algorithm.shared_noise import Stream, draw, seeded_uniforms
+from sglang_ssd.algorithm.target_law import SamplingLaw, add_bias, log_probs, penalise_run, probabilities
+from sglang_ssd.algorithm.verification import agree, verify_residual
 from sglang_ssd.bridge.constraints import apply_processors, mask_grammars
+from sglang_ssd.verifier.session import ProposedRow
 
 
 class TargetRow(NamedTuple):
@@ -51,3 +54,99 @@ def draw_targets(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
     seeds = torch.tensor([law.seed for law in laws], dtype=torch.int64, device=device)
     is_greedy = torch.tensor([law.is_greedy for law in laws], device=device)
     return draw(log_probs(flat, laws), seeds, positions, is_greedy).view(num_rows, width)
+
+
+class Decision(NamedTuple):
+    """What a verification decided. token_ids: int64 [B, K+1], of which the first ``num_accepted + 1`` are emitted;
+    num_accepted: int64 [B]; num_malformed: proposed tokens whose law could not be used."""
+
+    token_ids: torch.Tensor
+    num_accepted: torch.Tensor
+    num_malformed: int = 0
+
+
+def decide_by_shared_noise(
+    logits: torch.Tensor, rows: list[TargetRow], draft_tokens: torch.Tensor, lengths: torch.Tensor
+) -> Decision:
+    """Emit the target's own draws and accept proposals while they equal them. logits: float [B, K+1, V], adjusted."""
+    token_ids = draw_targets(logits, rows)
+    return Decision(token_ids, agree(token_ids, draft_tokens, lengths).num_accepted)
+
+
+def decide_by_residual(
+    logits: torch.Tensor,
+    rows: list[TargetRow],
+    proposals: list[ProposedRow],
+    draft_tokens: torch.Tensor,
+    lengths: torch.Tensor,
+) -> Decision:
+    """The paper's rule for sampled rows; greedy rows agree with the argmax, which is the same rule for one-hot laws.
+
+    The verifier's uniforms are streams of their own, independent of the draft's.
+    """
+    decision = decide_by_shared_noise(
+        logits, [row._replace(law=row.law.as_greedy()) for row in rows], draft_tokens, lengths
+    )
+    sampled = [i for i, row in enumerate(rows) if not row.law.is_greedy]
+    if not sampled:
+        return decision
+    chosen = torch.tensor(sampled, device=logits.device)
+    lookahead, device = draft_tokens.shape[1], logits.device
+    p = _normalised(logits[chosen], [rows[i] for i in sampled])
+    q_ids, q_probs = _stack_laws([proposals[i] for i in sampled], lookahead, device)
+    seeds = torch.tensor([rows[i].law.seed for i in sampled], dtype=torch.int64, device=device)
+    starts = torch.tensor([rows[i].position for i in sampled], device=device)
+    depths = torch.arange(lookahead, device=device)
+    verdict = verify_residual(
+        p,
+        draft_tokens[chosen],
+        lengths[chosen],
+        torch.tensor([not proposals[i].q_ids for i in sampled], device=device),
+        q_ids,
+        q_probs,
+        seeded_uniforms(seeds[:, None].expand(-1, lookahead), starts[:, None] + depths, Stream.ACCEPT),
+        seeded_uniforms(seeds, starts, Stream.BONUS),
+    )
+    token_ids, num_accepted = decision.token_ids.clone(), decision.num_accepted.clone()
+    token_ids[chosen, :lookahead] = draft_tokens[chosen]
+    token_ids[chosen, verdict.num_accepted] = verdict.bonus_tokens
+    num_accepted[chosen] = verdict.num_accepted
+    return Decision(token_ids, num_accepted, int(verdict.num_malformed.sum()))
+
+
+def draw_first_by_residual(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
+    """First tokens of prompts in residual mode, int64 [B]: plain draws from p. logits: float [B, 1, V], adjusted."""
+    tokens = logits[:, 0].argmax(dim=-1)
+    sampled = [i for i, row in enumerate(rows) if not row.law.is_greedy]
+    if sampled:
+        chosen = torch.tensor(sampled, device=logits.device)
+        p = _normalised(logits[chosen], [rows[i] for i in sampled])[:, 0]
+        seeds = torch.tensor([rows[i].law.seed for i in sampled], dtype=torch.int64, device=logits.device)
+        starts = torch.tensor([rows[i].position for i in sampled], device=logits.device)
+        tokens[chosen] = inverse_cdf(p, seeded_uniforms(seeds, starts, Stream.BONUS))
+    return tokens
+
+
+def _normalised(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
+    """p, float32 [B, W, V], each row of it summing to 1."""
+    num_rows, width, vocab_size = logits.shape
+    laws = [row.law for row in rows for _ in range(width)]
+    p = probabilities(logits.reshape(-1, vocab_size), laws)
+    return (p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)).view(
+        num_rows, width, vocab_size
+    )
+
+
+def _stack_laws(proposals: list[ProposedRow], lookahead: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse laws of all rows, int64 and float32 [B, K, M], padded with probability 0."""
+    widths = [len(p.q_ids) // (4 * len(p.token_ids)) if p.q_ids else 0 for p in proposals]
+    ids = torch.zeros(len(proposals), lookahead, max(1, *widths), dtype=torch.int64)
+    probs = torch.zeros(ids.shape, dtype=torch.float32)
+    for i, (proposal, width) in enumerate(zip(proposals, widths, strict=True)):
+        if width:
+            length = len(proposal.token_ids)
+            shipped_ids = torch.frombuffer(bytearray(proposal.q_ids), dtype=torch.int32)
+            shipped_probs = torch.frombuffer(bytearray(proposal.q_probs), dtype=torch.float32)
+            ids[i, :length, :width] = shipped_ids.view(length, width)
+            probs[i, :length, :width] = shipped_probs.view(length, width)
+    return ids.to(device), probs.to(device)

@@ -11,17 +11,24 @@ from typing import Any
 
 import torch
 
+from sglang_ssd.algorithm.saguaro import ScaleTuner
 from sglang_ssd.algorithm.target_law import SamplingLaw
-from sglang_ssd.algorithm.verification import Verified as Verdict
-from sglang_ssd.algorithm.verification import agree
 from sglang_ssd.bridge.parallel import broadcast_from_first_rank
 from sglang_ssd.bridge.requests import sampling_law
 from sglang_ssd.bridge.speculative import SpecWorkerBase, Verified
 from sglang_ssd.verifier.draft_client import DraftClient, RowOutcome
 from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, RoundRecord, VerifierSession
 from sglang_ssd.verifier.stats import VerifierStats
-from sglang_ssd.verifier.target_distribution import TargetRow, adjust_logits, draw_targets
-from sglang_ssd.wire.messages import RowKey
+from sglang_ssd.verifier.target_distribution import (
+    Decision,
+    TargetRow,
+    adjust_logits,
+    decide_by_residual,
+    decide_by_shared_noise,
+    draw_first_by_residual,
+    draw_targets,
+)
+from sglang_ssd.wire.messages import RowKey, Sampling
 
 
 class SSDWorker(SpecWorkerBase):
@@ -34,13 +41,21 @@ class SSDWorker(SpecWorkerBase):
         self._sessions: dict[str, VerifierSession] = {}
         self._num_requests = 0
         self._draft_temperature: float | None = None
+        self._sampling: Sampling = "shared-noise"
+        self._saguaro = ScaleTuner((1.0,))
 
     def attach(
-        self, client: DraftClient | None, stats: VerifierStats, draft_temperature: float | None
+        self,
+        client: DraftClient | None,
+        stats: VerifierStats,
+        sampling: Sampling,
+        saguaro: ScaleTuner,
+        draft_temperature: float | None,
     ) -> None:
         """Tie the worker to its draft. ``client`` is None on all TP ranks but the first. ``draft_temperature`` replaces
         that of sampled requests on the draft's side."""
         self.client, self.stats, self._draft_temperature = client, stats, draft_temperature
+        self._sampling, self._saguaro = sampling, saguaro
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
@@ -67,6 +82,8 @@ class SSDWorker(SpecWorkerBase):
         ]
         no_proposal = torch.zeros(len(rows), 1, dtype=torch.int64, device=self.device)
         adjust_logits(prefilled.logits, rows, batch, no_proposal)
+        if self._sampling == "residual":
+            return draw_first_by_residual(prefilled.logits, rows)
         return draw_targets(prefilled.logits, rows).view(-1)
 
     def _round(self, batch, on_publish):
@@ -76,14 +93,11 @@ class SSDWorker(SpecWorkerBase):
         collected = time.perf_counter()
         draft_tokens, lengths = pad(proposals, self.lookahead, self.device)
         verified = self.run_verify(batch, draft_tokens)
-        token_ids = self._draw(batch, verified, sessions, proposals, draft_tokens)
-        verdict = agree(token_ids, draft_tokens, lengths)
-        verified_at = time.perf_counter()
-        self._send_outcomes(sessions, proposals, verdict, token_ids)
-        self._count(
-            sessions, proposals, verdict, (collected - started) * 1e3, (verified_at - collected) * 1e3
-        )
-        return self.verify_result(batch, verified, token_ids, verdict.num_accepted, on_publish)
+        decision = self._decide(batch, verified, sessions, proposals, draft_tokens, lengths)
+        decided = time.perf_counter()
+        self._send_outcomes(sessions, proposals, decision)
+        self._count(sessions, proposals, decision, (collected - started) * 1e3, (decided - collected) * 1e3)
+        return self.verify_result(batch, verified, decision.token_ids, decision.num_accepted, on_publish)
 
     def _collect(self, sessions: list[VerifierSession | None]) -> list[ProposedRow]:
         """One proposal a row, the same on all ranks."""
@@ -94,10 +108,16 @@ class SSDWorker(SpecWorkerBase):
             proposals = [by_session.get(session, NOTHING_PROPOSED) for session in sessions]
         return broadcast_from_first_rank(proposals)
 
-    def _draw(
-        self, batch, verified: Verified, sessions, proposals, draft_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """The target's own tokens at every position of the runs, int64 [B, K+1]."""
+    def _decide(
+        self,
+        batch,
+        verified: Verified,
+        sessions,
+        proposals,
+        draft_tokens: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> Decision:
+        """Which proposed tokens stand, and what follows them."""
         rows = [
             TargetRow(
                 self._law(request),
@@ -109,15 +129,16 @@ class SSDWorker(SpecWorkerBase):
                 batch.reqs, sessions, proposals, batch.seq_lens.tolist(), strict=True
             )
         ]
-        adjust_logits(
-            verified.logits, rows, batch, torch.cat([verified.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
-        )
-        return draw_targets(verified.logits, rows)
+        verify_ids = torch.cat([verified.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
+        adjust_logits(verified.logits, rows, batch, verify_ids)
+        if self._sampling == "residual":
+            return decide_by_residual(verified.logits, rows, proposals, draft_tokens, lengths)
+        return decide_by_shared_noise(verified.logits, rows, draft_tokens, lengths)
 
-    def _send_outcomes(self, sessions, proposals, verdict: Verdict, token_ids: torch.Tensor) -> None:
+    def _send_outcomes(self, sessions, proposals, decision: Decision) -> None:
         outcomes = []
         for session, proposal, accepted, tokens in zip(
-            sessions, proposals, verdict.num_accepted.tolist(), token_ids.tolist(), strict=True
+            sessions, proposals, decision.num_accepted.tolist(), decision.token_ids.tolist(), strict=True
         ):
             if session is None:
                 continue
@@ -126,20 +147,22 @@ class SSDWorker(SpecWorkerBase):
             session.new_records.append(RoundRecord(proposal.source, accepted + 1))
             outcomes.append(RowOutcome(session, accepted, tokens[accepted]))
         if self.client is not None:
-            self.client.send_outcomes(outcomes)
+            self.client.send_outcomes(outcomes, self._saguaro.c)
 
-    def _count(self, sessions, proposals, verdict: Verdict, wait_ms: float, verify_ms: float) -> None:
+    def _count(self, sessions, proposals, decision: Decision, wait_ms: float, verify_ms: float) -> None:
         if self.stats is None:
             return
         records = [
             RoundRecord(proposal.source, accepted + 1)
-            for proposal, accepted in zip(proposals, verdict.num_accepted.tolist(), strict=True)
+            for proposal, accepted in zip(proposals, decision.num_accepted.tolist(), strict=True)
         ]
         first = [s is not None and s.num_rounds == 1 for s in sessions]
         first_hits = sum(
             is_first and record.source == "hit" for is_first, record in zip(first, records, strict=True)
         )
         num_proposed = sum(len(proposal.token_ids) for proposal in proposals)
+        self._saguaro.observe(sum(record.accept_length for record in records), wait_ms + verify_ms)
+        self.stats.counts.malformed_laws += decision.num_malformed
         self.stats.add_round(records, sum(first), first_hits, num_proposed, wait_ms, verify_ms)
 
     # -- sessions ------------------------------------------------------------------------------------------------

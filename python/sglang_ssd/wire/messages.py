@@ -18,6 +18,9 @@ PROTOCOL_VERSION = 1
 #: session at this length; the verifier opens it again.
 Source = Literal["hit", "neural", "ngram", "none", "unknown"]
 CloseReason = Literal["finished", "aborted", "retracted"]
+#: How sampled requests are verified. ``shared-noise``: both sides add the same noise to their logits, and a guess is
+#: accepted when it equals the target's own draw. ``residual``: the paper's rule, which needs the law q of every guess.
+Sampling = Literal["shared-noise", "residual"]
 
 
 class RowKey(NamedTuple):
@@ -45,6 +48,7 @@ class Hello(_Message):
     fan_out_budget: int
     context_length: int
     target_model: str
+    sampling: Sampling = "shared-noise"
 
 
 class Welcome(_Message):
@@ -83,7 +87,8 @@ class Round(_Message):
     """Verifier to draft: the outcomes of one verification, row by row.
 
     ``committed_lens`` counts the tokens of the request including the new bonus token. It must equal what the draft
-    holds after it applies the outcome; otherwise the row is answered as ``unknown``.
+    holds after it applies the outcome; otherwise the row is answered as ``unknown``. ``saguaro_c`` is the scale C that
+    guesses of residual sampling are drawn with from now on.
     """
 
     ticket: int
@@ -92,6 +97,7 @@ class Round(_Message):
     committed_lens: list[int]
     num_accepted: list[int]
     bonus_tokens: list[int]
+    saguaro_c: float = 1.0
 
     def keys(self) -> list[RowKey]:
         return [RowKey(*pair) for pair in zip(self.requests, self.generations, strict=True)]
@@ -100,13 +106,17 @@ class Round(_Message):
 class Proposal(_Message):
     """Draft to verifier: proposals for some rows of a ticket. Rows that are ready first travel first.
 
-    ``rows`` are indices into the round's rows; ``token_ids[i]`` holds up to K proposed tokens of ``rows[i]``.
+    ``rows`` are indices into the round's rows; ``token_ids[i]`` holds up to K proposed tokens of ``rows[i]``. For rows
+    that residual sampling drew, ``q_ids[i]`` and ``q_probs[i]`` are the laws they were drawn from: int32 and float32
+    ``[len(token_ids[i]), M]``, little-endian. They are empty for all other rows.
     """
 
     ticket: int
     rows: list[int]
     sources: list[Source]
     token_ids: list[list[int]]
+    q_ids: list[bytes] = []
+    q_probs: list[bytes] = []
 
 
 class Close(_Message):
@@ -192,6 +202,8 @@ def decode_to_verifier(frame: bytes) -> ToVerifier:
     message = _decode(_to_verifier, frame)
     if isinstance(message, Proposal):
         _check_parallel("Proposal", message.rows, message.sources, message.token_ids)
+        if message.q_ids or message.q_probs:
+            _check_parallel("Proposal", message.rows, message.q_ids, message.q_probs)
     return message
 
 
