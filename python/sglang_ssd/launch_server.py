@@ -24,7 +24,7 @@ logger = logging.getLogger("sglang_ssd")
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, start, serve, and clean up. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if _asked_device(argv) == "cpu":
+    if asked_device(argv) == "cpu":
         use_cpu_engine()
     from sglang_ssd.bridge.server_args import parse_server_args
 
@@ -37,12 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     return serve(args, prepared)
 
 
-def prepare(args: SSDServerArgs) -> list[str]:
+def prepare(args: SSDServerArgs, serves_http: bool = True) -> list[str]:
     """Check what can be known to fail and fill in cores and memory. Returns the arguments of the draft process, an
     empty list where none is started. Raises ValueError in one line."""
     from sglang_ssd.bridge.preflight import check_port, check_same_vocabulary, model_facts
 
-    check_port(args)
+    if serves_http:
+        check_port(args)
     target = model_facts("--model-path", args.model_path, args.dtype, args.device, args.trust_remote_code)
     args.dtype = target.dtype
     starts_draft = args.ssd_mode != "off" and args.ssd_draft_endpoint is None
@@ -105,8 +106,10 @@ def _draft_arguments(args: SSDServerArgs, cores: list[int]) -> list[str]:
     return [*arguments, "--trust-remote-code"] if args.trust_remote_code else arguments
 
 
-#: The draft that this process started. Signal handlers need it, and SGLang pickles the one we give it.
+#: The draft that this process started, and whether all is being stopped. Signal handlers need them, and SGLang pickles
+#: the one we give it.
 _draft: DraftProcess | None = None
+_is_stopping = False
 
 
 def serve(args: SSDServerArgs, draft_arguments: list[str]) -> int:
@@ -133,6 +136,8 @@ def serve(args: SSDServerArgs, draft_arguments: list[str]) -> int:
 
 
 def _clean_up() -> None:
+    global _is_stopping
+    _is_stopping = True
     from sglang_ssd.bridge.process import kill_children
 
     if _draft is not None:
@@ -147,10 +152,12 @@ def _fail(reason: str) -> None:
 
 
 def _on_sigquit(signal_number: int, frame) -> None:
-    _fail("a server process failed; see its lines above")
+    # SGLang's watchdog also reports the processes that we end ourselves.
+    if not _is_stopping:
+        _fail("a server process failed; see its lines above")
 
 
-def _asked_device(argv: list[str]) -> str:
+def asked_device(argv: list[str]) -> str:
     """The device that the command line names, else what there is: must be known before sglang is imported."""
     for i, argument in enumerate(argv):
         if argument == "--device" and i + 1 < len(argv):

@@ -26,12 +26,13 @@ def scheduler_class() -> type:
 
 def run_scheduler(server_args, *args, **kwargs) -> None:
     """Entry of a scheduler process. It is imported before sglang is, so the process's environment is set here."""
-    from sglang_ssd.bridge.environment import cores_of_rank, pin_process
+    from sglang_ssd.bridge.environment import cores_of_rank, pin_process, quiet_model_registry
     from sglang_ssd.bridge.process import run_scheduler as run
 
     if server_args.device == "cpu":
         from sglang_ssd.bridge.cpu_attention import install_cpu_attention
 
+        quiet_model_registry()
         install_cpu_attention()
         rank = args[2] if len(args) > 2 else kwargs["tp_rank"]
         cores = cores_of_rank(rank)

@@ -5,6 +5,7 @@ On a CPU the two "devices" of the design are disjoint sets of cores.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import NamedTuple
 
@@ -27,6 +28,13 @@ def use_cpu_engine() -> None:
     # A thread that waits for work must not burn the core of its neighbour.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    quiet_model_registry()
+
+
+def quiet_model_registry() -> None:
+    """Not a warning for every model family whose kernels this host lacks; a model that is asked for and cannot be loaded
+    still ends the start with its own error."""
+    logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
 
 
 def parse_cores(text: str, option: str) -> list[int]:

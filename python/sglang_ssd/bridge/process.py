@@ -39,6 +39,19 @@ def serve_http(server_args, run_scheduler_process: Callable[..., None]) -> None:
     )
 
 
+def start_engine(server_args, run_scheduler_process: Callable[..., None]):
+    """SGLang's offline engine with another entry of its scheduler processes."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sglang_ssd.bridge.tokenizer_manager import init_tokenizer_manager
+
+    class SSDEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler_process)
+        init_tokenizer_manager_func = staticmethod(init_tokenizer_manager)
+
+    return SSDEngine(server_args=server_args)
+
+
 def kill_children() -> None:
     """Kill every process below this one."""
     from sglang.srt.utils import kill_process_tree

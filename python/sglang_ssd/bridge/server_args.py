@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from sglang.srt.server_args import ServerArgs
@@ -123,10 +123,20 @@ def parse_server_args(argv: list[str]) -> SSDServerArgs:
 
         argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
     args = parser.parse_args(argv)
-    return SSDServerArgs.from_cli_args(with_ssd_defaults(args, argv))
+    return SSDServerArgs.from_cli_args(with_ssd_defaults(args))
 
 
-def with_ssd_defaults(args: argparse.Namespace, argv: list[str]) -> argparse.Namespace:
+def parse_options(options: dict[str, Any]) -> SSDServerArgs:
+    """Server arguments from keywords, as ``Engine`` takes them. Raises ValueError in one line on an unknown name."""
+    fields = {field.name: field.default for field in msgspec.structs.fields(SSDServerArgs)}
+    unknown = sorted(set(options) - set(fields))
+    if unknown:
+        raise ValueError(f"unknown options: {', '.join(unknown)}")
+    given = {name: value for name, value in fields.items() if value is not msgspec.NODEFAULT} | options
+    return SSDServerArgs.from_cli_args(with_ssd_defaults(argparse.Namespace(**given)))
+
+
+def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in what SSD needs and the user left open. Raises ValueError in one line on a contradiction."""
     algorithm = (args.speculative_algorithm or ALGORITHM_NAME).upper()
     if algorithm != ALGORITHM_NAME:

@@ -122,6 +122,15 @@ class DraftClient:
             elif now - self._unanswered_since_s > DOWN_AFTER_S:
                 self._become("down")
 
+    def refresh_stats(self, timeout_s: float = 0.2) -> DraftStats:
+        """The draft's counters as they are now, or as it last said when it does not answer in time."""
+        known = self.draft_stats
+        deadline = time.monotonic() + timeout_s
+        if self.state == "alive" and self._send(Ping(self._next_ticket)):
+            while self.draft_stats is known and (remaining_ms := (deadline - time.monotonic()) * 1e3) > 0:
+                self._receive(remaining_ms)
+        return self.draft_stats
+
     def disconnect(self) -> None:
         self._channel.send(Refuse("the verifier leaves"))
         self._channel.close()

@@ -111,7 +111,7 @@ class SSDScheduler(SchedulerBase):
         if self.options.sampling == "residual":
             state["saguaro_c"] = self.saguaro.c
         if self.client is not None:
-            draft = self.client.draft_stats
+            draft = self.client.refresh_stats()
             state |= {
                 "draft_alive": self.client.state == "alive",
                 "draft_state": self.client.state,
