@@ -9,6 +9,7 @@ from draft.toy import VOCAB_SIZE, ToyChannel, ToyRunner, continuation, ranks_aft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.server import PREFILL_CHUNK_TOKENS, DraftIdentity, DraftServer
 from sglang_ssd.wire.channel import MalformedFromPeer, Received
 from sglang_ssd.wire.messages import (
@@ -41,12 +42,28 @@ def hello(budget: int = 8, **changes) -> Hello:
     return Hello(**(facts | changes))
 
 
+class PatientPolicy(DraftPolicy):
+    """Always drafts all K tokens, so that nothing depends on the clock."""
+
+    def answers_now(self, num_ready) -> bool:
+        return False
+
+
+class ImpatientPolicy(DraftPolicy):
+    """Answers with whatever is there."""
+
+    def answers_now(self, num_ready) -> bool:
+        return True
+
+
 class Harness:
     """A verifier that follows the protocol, with full control over when the draft gets to run."""
 
     def __init__(self, budget: int = 8, **runner) -> None:
         self.channel, self.runner = ToyChannel(), ToyRunner(**runner)
-        self.server = DraftServer(self.channel, self.runner, DraftIdentity("toy", "toy", max_sessions=8))
+        self.server = DraftServer(
+            self.channel, self.runner, DraftIdentity("toy", "toy", max_sessions=8), self.make_policy
+        )
         self.tokens: dict[int, list[int]] = {}
         self.proposals: dict[int, list[int]] = {}
         self.ticket = 0
@@ -54,6 +71,10 @@ class Harness:
         self.run()
         assert isinstance(self.sent()[0], Welcome)
         self.total = self.runner.pool.capacity()
+
+    @staticmethod
+    def make_policy(hello: Hello) -> DraftPolicy:
+        return PatientPolicy(hello.lookahead, hello.fan_out_budget, "uniform")
 
     def say(self, message, peer: bytes = PEER) -> None:
         self.channel.inbox.append(Received(peer, message))
@@ -201,8 +222,13 @@ def test_any_interleaving_proposes_the_drafts_own_continuation(seed, budget, tig
         for request in rows:
             accepted = rng.randint(0, len(run.proposals[request]))
             path = run.tokens[request] + run.proposals[request][:accepted]
-            candidates = [t for t in ranks_after(path, 5) if t not in run.proposals[request][accepted : accepted + 1]]
-            choices[request] = (accepted, rng.choice([candidates[0], candidates[1], rng.randrange(VOCAB_SIZE)]))
+            candidates = [
+                t for t in ranks_after(path, 5) if t not in run.proposals[request][accepted : accepted + 1]
+            ]
+            choices[request] = (
+                accepted,
+                rng.choice([candidates[0], candidates[1], rng.randrange(VOCAB_SIZE)]),
+            )
         if rng.random() < 0.5:
             run.in_the_middle_of_a_forward(lambda choices=choices: run.outcome(choices))
         else:
@@ -433,3 +459,29 @@ def test_no_room_for_a_session_is_counted_and_answered():
     run.outcome({3: (0, 7)})
     run.run()
     assert run.take([3]) == {3: "none"}
+
+
+def test_a_verifier_that_waits_may_get_a_shorter_proposal_and_goes_on_from_it():
+    class Impatient(Harness):
+        make_policy = staticmethod(
+            lambda hello: ImpatientPolicy(hello.lookahead, hello.fan_out_budget, "uniform")
+        )
+
+    run = Impatient()
+    run.open(1, [3, 1, 4])
+    lengths = set()
+    for turns in (0, 1, 2, 3, 6, 1, 0, 2):
+        run.run(turns)
+        path = run.tokens[1] + run.proposals[1]
+        run.outcome({1: (len(run.proposals[1]), ranks_after(path, 1)[0])})
+        run.run(1)
+        (message,) = run.sent()
+        (tokens,) = message.token_ids
+        assert tokens == continuation(run.tokens[1], len(tokens))
+        run.proposals[1] = tokens
+        lengths.add(len(tokens))
+    assert len(lengths) > 1 and min(lengths) < K
+    assert run.server.stats().short_answers > 0
+    run.say(Close([1], [0], "finished"))
+    run.run()
+    run.assert_all_free()

@@ -19,6 +19,7 @@ from sglang_ssd.algorithm.saguaro import SCALES
 from sglang_ssd.bridge.speculative import ALGORITHM_NAME
 
 MODES = ("async", "sync", "off")
+FAN_OUTS = ("measured", "geometric", "uniform")
 SAMPLINGS = ("shared-noise", "residual")
 DEFAULT_LOOKAHEAD = 3
 DEFAULT_FAN_OUT_BUDGET = 12
@@ -29,6 +30,7 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
 
     ssd_mode: str = "async"
     ssd_fan_out_budget: int = DEFAULT_FAN_OUT_BUDGET
+    ssd_fan_out: str = "measured"
     ssd_draft_endpoint: str | None = None
     ssd_target_cores: str | None = None
     ssd_draft_cores: str | None = None
@@ -61,6 +63,13 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_FAN_OUT_BUDGET,
         help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding.",
+    )
+    add(
+        "--ssd-fan-out",
+        choices=FAN_OUTS,
+        default="measured",
+        help="How the budget is spread over positions. uniform: evenly. geometric: Theorem 12 with measured acceptance. "
+        "measured: by the hit rates seen at each position and rank (starts as geometric).",
     )
     add(
         "--ssd-draft-endpoint",
@@ -223,6 +232,7 @@ class SSDOptions(NamedTuple):
 
     mode: str
     fan_out_budget: int
+    fan_out: str
     draft_endpoint: str | None
     sampling: str
     saguaro_scales: tuple[float, ...]
@@ -239,6 +249,7 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
         return SSDOptions(
             args.ssd_mode,
             0 if args.ssd_mode == "sync" else args.ssd_fan_out_budget,
+            args.ssd_fan_out,
             args.ssd_draft_endpoint,
             args.ssd_sampling,
             saguaro_scales(args.ssd_saguaro_c),
@@ -251,6 +262,7 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
     return SSDOptions(
         "async",
         DEFAULT_FAN_OUT_BUDGET,
+        "measured",
         os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT"),
         "shared-noise",
         (1.0,),

@@ -14,14 +14,16 @@ import logging
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
-from sglang_ssd.algorithm.fan_out import Allocator, UniformFanOut
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
+from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.runner import DraftLaw, DraftRunner, Lane, Position
 from sglang_ssd.draft.session import Due, Session
 from sglang_ssd.wire.channel import DraftChannel, MalformedFromPeer, Received
@@ -63,6 +65,7 @@ class Peer:
     """One verifier. ``denied`` holds requests that go on without proposals: no room, or the context ends."""
 
     hello: Hello
+    policy: DraftPolicy
     saguaro_c: float = 1.0
     sessions: dict[int, Session] = field(default_factory=dict)
     denied: set[RowKey] = field(default_factory=set)
@@ -81,12 +84,12 @@ class DraftServer:
         channel: DraftChannel,
         runner: DraftRunner,
         identity: DraftIdentity,
-        allocate: Allocator | None = None,
+        make_policy: Callable[[Hello], DraftPolicy] | None = None,
     ) -> None:
+        self._make_policy = make_policy or policy_for
         self._channel = channel
         self._runner = runner
         self._identity = identity
-        self._allocate = allocate or UniformFanOut()
         self._paths = ForkingPaths(runner.pool)
         self._peers: dict[bytes, Peer] = {}
         self._counts = _Counts()
@@ -125,8 +128,19 @@ class DraftServer:
             total_kv_slots=capacity.total_slots,
             free_rows=capacity.free_rows,
             total_rows=capacity.total_rows,
+            **self._estimates(),
             **msgspec.structs.asdict(self._counts),
         )
+
+    def _estimates(self) -> dict[str, float]:
+        """What the verifiers' rounds taught, the mean over verifiers."""
+        policies = [peer.policy for peer in self._peers.values()]
+        if not policies:
+            return {}
+        return {
+            "acceptance": fmean(policy.acceptance() for policy in policies),
+            "power_law_r": fmean(policy.estimator.power_law_r(after_hit=True) for policy in policies),
+        }
 
     # -- receive -------------------------------------------------------------------------------------------------
 
@@ -227,7 +241,7 @@ class DraftServer:
             self._send(peer_id, Refuse(reason))
             return
         self._forget(peer_id)
-        self._peers[peer_id] = Peer(hello)
+        self._peers[peer_id] = Peer(hello, self._make_policy(hello))
         self._runner.limit_vocabulary(hello.vocab_size)
         self._send(peer_id, welcome)
         logger.info(
@@ -254,7 +268,7 @@ class DraftServer:
             return
         law = DraftLaw(message.temperature, message.seed, hello.sampling)
         peer.sessions[message.request] = Session(
-            key, main, law, hello.lookahead, hello.fan_out_budget, self._paths, self._allocate
+            key, main, law, hello.lookahead, hello.fan_out_budget, self._paths, peer.policy.allocate
         )
 
     def _fits(self, token_ids: list[int], lookahead: int) -> bool:
@@ -270,6 +284,7 @@ class DraftServer:
         """Look every outcome up; what needs no forward is answered in this turn."""
         unanswerable: list[tuple[int, Source]] = []
         self._counts.rounds += 1
+        peer.policy.observe_round(sum(message.num_accepted) + len(message.num_accepted))
         peer.saguaro_c = message.saguaro_c if 0.0 <= message.saguaro_c <= 1.0 else 1.0
         for row, key in enumerate(message.keys()):
             session = peer.sessions.get(key.request)
@@ -290,8 +305,15 @@ class DraftServer:
                 continue
             if len(session.cache) and not session.is_cache_complete:
                 self._counts.early_outcomes += 1
-            if session.take_outcome(outcome, Due(message.ticket, row, "neural")):
-                self._counts.hits += 1
+            known = {
+                "after_hit": session.after_hit,
+                "num_proposed": len(session.main.drafted),
+                "num_accepted": outcome.num_accepted,
+                "bonus_rank": session.bonus_rank(outcome),
+            }
+            hit = session.take_outcome(outcome, Due(message.ticket, row, "neural"))
+            peer.policy.observe_outcome(**known, hit=hit)
+            self._counts.hits += hit
             answer = (peer_id, message.ticket, row)
             if answer in self._answered_rows:
                 self._answered_rows.remove(answer)
@@ -327,8 +349,11 @@ class DraftServer:
         sessions = self._sessions()
         urgent = [session for session in sessions if session.needs_answer]
         if urgent:
-            self._counts.backup_ms += self._run_lanes([(session, [session.main]) for session in urgent])
+            ms = self._run_lanes([(session, [session.main]) for session in urgent])
+            self._counts.backup_ms += ms
             self._counts.backup_forwards += 1
+            for peer in {id(peer): peer for session in urgent if (peer := self._peer_of(session))}.values():
+                peer.policy.observe_depth(ms, len(urgent))
             return
         prompts = [session for session in sessions if session.needs_prefill]
         forks = [(session, lanes) for session in sessions if (lanes := session.fork_lanes())]
@@ -411,11 +436,15 @@ class DraftServer:
     # -- answer and fork -----------------------------------------------------------------------------------------
 
     def _answer_ready(self) -> None:
-        """Send every complete proposal, the rows of one ticket in one message."""
+        """Send every complete proposal, and those for which waiting would cost more than it brings; the rows of one
+        ticket in one message."""
         for peer_id, peer in self._peers.items():
+            waiting = [session for session in peer.sessions.values() if session.needs_answer]
+            is_enough = bool(waiting) and peer.policy.answers_now([len(s.main.drafted) for s in waiting])
+            self._counts.short_answers += len(waiting) if is_enough else 0
             ready: dict[int, list[Session]] = {}
             for session in peer.sessions.values():
-                if session.can_answer:
+                if session.can_answer or (is_enough and session.needs_answer):
                     ready.setdefault(session.due.ticket, []).append(session)
             for ticket, sessions in ready.items():
                 rows = [session.due.row for session in sessions]
@@ -437,8 +466,9 @@ class DraftServer:
     def _sessions(self) -> list[Session]:
         return [session for peer in self._peers.values() for session in peer.sessions.values()]
 
-    def _peer_of(self, session: Session) -> Peer:
-        return next(p for p in self._peers.values() if p.sessions.get(session.key.request) is session)
+    def _peer_of(self, session: Session) -> Peer | None:
+        """The verifier of this session, None once the session has ended."""
+        return next((p for p in self._peers.values() if p.sessions.get(session.key.request) is session), None)
 
     def _drop(self, peer: Peer, request: int) -> None:
         session = peer.sessions.pop(request, None)
@@ -467,6 +497,11 @@ class DraftServer:
             self._counts.replies_dropped += 1
 
 
+def policy_for(hello: Hello) -> DraftPolicy:
+    """What a verifier asked for."""
+    return DraftPolicy(hello.lookahead, hello.fan_out_budget, hello.fan_out)
+
+
 def proposal(ticket: int, rows: list[int], sources: list[Source], paths: list[Path]) -> Proposal:
     """What these paths drafted, with the laws they were drawn from where residual sampling drew them."""
     token_ids = [path.drafted for path in paths]
@@ -488,6 +523,7 @@ class _Counts(msgspec.Struct):
     rounds: int = 0
     hits: int = 0
     early_outcomes: int = 0
+    short_answers: int = 0
     forwards: int = 0
     fork_forwards: int = 0
     backup_forwards: int = 0

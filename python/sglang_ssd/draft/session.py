@@ -44,8 +44,8 @@ class Session:
         self.cache = SpeculationCache()
         self.due: Due | None = None
         self._paths = paths
+        self.after_hit = False
         self._allocate = allocate
-        self._after_hit = False
         self._forked: set[int] = set()
         self._is_prefilled = False
 
@@ -62,7 +62,24 @@ class Session:
 
     @property
     def can_answer(self) -> bool:
+        """An answer is owed and the proposal is complete."""
         return self.due is not None and self._is_prefilled and len(self.main.drafted) == self.lookahead
+
+    def bonus_rank(self, outcome: Outcome) -> int | None:
+        """The bonus token's place among the candidates of its position, from 0; None where there were none yet."""
+        candidates = self._candidates(outcome.num_accepted)
+        if candidates is None:
+            return None
+        return candidates.index(outcome.bonus_token) if outcome.bonus_token in candidates else len(candidates)
+
+    def _candidates(self, position: int) -> list[int] | None:
+        """Bonus tokens that the outcome can have at this position, likeliest first. At k < length the drafted token was
+        rejected, so it cannot be the bonus."""
+        if position >= len(self.main.ranks):
+            return None
+        ranks = self.main.ranks[position]
+        rejected = self.main.drafted[position] if position < len(self.main.drafted) else None
+        return [token for token in ranks if token != rejected]
 
     @property
     def is_cache_complete(self) -> bool:
@@ -89,7 +106,7 @@ class Session:
 
     def fan_out_at(self, depth: int) -> int:
         """Guesses that will be prepared at this depth of a whole proposal: the F of Saguaro sampling."""
-        return self._allocate(FanOutQuery(self.lookahead, self.budget, self._after_hit))[depth]
+        return self._allocate(FanOutQuery(self.lookahead, self.budget, self.after_hit))[depth]
 
     # -- what happens to it --------------------------------------------------------------------------------------
 
@@ -127,15 +144,12 @@ class Session:
         """Open branches for the positions whose candidates are known by now. Returns (opened, denied)."""
         main, num_opened, num_denied = self.main, 0, 0
         length = len(main.drafted)
-        counts = self._allocate(FanOutQuery(length, self.budget, self._after_hit))
+        counts = self._allocate(FanOutQuery(length, self.budget, self.after_hit))
         for position in range(len(main.ranks)):
             if position in self._forked:
                 continue
             self._forked.add(position)
-            # At k < length the drafted token was rejected, so it cannot be the bonus.
-            rejected = main.drafted[position] if position < length else None
-            candidates = [token for token in main.ranks[position] if token != rejected]
-            for token in candidates[: counts[position]]:
+            for token in self._candidates(position)[: counts[position]]:
                 branch = self._paths.fork(main, position, token)
                 if branch is None:
                     num_denied += 1
@@ -145,7 +159,7 @@ class Session:
         return num_opened, num_denied
 
     def answered(self) -> None:
-        self._after_hit = self.due.source == "hit"
+        self.after_hit = self.due.source == "hit"
         self.due = None
         self._forked.clear()
 

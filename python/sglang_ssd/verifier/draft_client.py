@@ -308,7 +308,7 @@ class DraftClient:
                 session.is_held = False
                 continue
             q_ids, q_probs = (message.q_ids[i], message.q_probs[i]) if message.q_ids else (b"", b"")
-            if len(q_ids) != len(q_probs) or len(q_ids) % (4 * max(1, len(token_ids))):
+            if not self._is_law(q_ids, q_probs, len(token_ids)):
                 # Without a law the tokens are verified as one-hot, which is exact whatever they were drawn from.
                 self._count(malformed=1)
                 q_ids = q_probs = b""
@@ -319,6 +319,14 @@ class DraftClient:
     def _is_legal(self, token_ids: list[int]) -> bool:
         vocab_size = self._hello.vocab_size
         return len(token_ids) <= self._hello.lookahead and all(0 <= token < vocab_size for token in token_ids)
+
+    def _is_law(self, q_ids: bytes, q_probs: bytes, num_tokens: int) -> bool:
+        """Whether these are ``[num_tokens, M]`` of 4 bytes each, M at most the vocabulary, or nothing at all."""
+        num_bytes = len(q_ids)
+        if num_tokens == 0:
+            return num_bytes == len(q_probs) == 0
+        max_bytes = 4 * num_tokens * self._hello.vocab_size
+        return num_bytes == len(q_probs) <= max_bytes and num_bytes % (4 * num_tokens) == 0
 
     def _become(self, state: DraftState) -> None:
         if state != self.state:

@@ -49,6 +49,7 @@ class SSDScheduler(SchedulerBase):
             context_length=facts.context_length,
             target_model=facts.model_name,
             sampling=options.sampling,
+            fan_out=options.fan_out,
         )
         client = DraftClient(options.draft_endpoint, hello, options.round_timeout_ms)
         try:

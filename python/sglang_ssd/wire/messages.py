@@ -21,6 +21,8 @@ CloseReason = Literal["finished", "aborted", "retracted"]
 #: How sampled requests are verified. ``shared-noise``: both sides add the same noise to their logits, and a guess is
 #: accepted when it equals the target's own draw. ``residual``: the paper's rule, which needs the law q of every guess.
 Sampling = Literal["shared-noise", "residual"]
+#: How guesses are spread over the positions of a proposal.
+FanOutName = Literal["uniform", "geometric", "measured"]
 
 
 class RowKey(NamedTuple):
@@ -49,6 +51,7 @@ class Hello(_Message):
     context_length: int
     target_model: str
     sampling: Sampling = "shared-noise"
+    fan_out: FanOutName = "measured"
 
 
 class Welcome(_Message):
@@ -152,6 +155,7 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     rounds: int = 0
     hits: int = 0
     early_outcomes: int = 0
+    short_answers: int = 0
     forwards: int = 0
     fork_forwards: int = 0
     backup_forwards: int = 0
@@ -166,6 +170,8 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     fork_ms: float = 0.0
     backup_ms: float = 0.0
     prefill_ms: float = 0.0
+    acceptance: float = 0.0
+    power_law_r: float = 0.0
 
 
 ToDraft = Hello | Open | Round | Close | Ping | Pong | Refuse

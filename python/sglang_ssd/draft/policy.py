@@ -1,0 +1,123 @@
+"""What one verifier's rounds teach the draft, and the two decisions that follow from it.
+
+Where to fork: guesses go to the positions and ranks where outcomes were found (``MeasuredFanOut``, which starts as
+Theorem 12's list). When to answer: a verifier that waits gets a shorter proposal when the next depth would cost more
+than it brings (``narrowing``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sglang_ssd.algorithm.acceptance import Ewma, SpeculationEstimator
+from sglang_ssd.algorithm.fan_out import (
+    Allocator,
+    FanOutQuery,
+    GeometricFanOut,
+    MeasuredFanOut,
+    UniformFanOut,
+)
+from sglang_ssd.algorithm.narrowing import further_depths
+from sglang_ssd.wire.messages import FanOutName
+
+#: Lists are made anew after so many outcomes; between them they are looked up.
+_REFRESH_OUTCOMES = 32
+#: Rounds further apart than this say nothing of the verifier's speed: it was idle or read a long prompt.
+_LONGEST_ROUND_S = 5.0
+_HALF_LIFE_ROUNDS = 256.0
+_PRIOR_ACCEPTANCE, _PRIOR_POWER_LAW_R = 0.7, 1.0
+
+
+class DraftPolicy:
+    """Decisions for one verifier. ``fan_out`` names the allocator."""
+
+    def __init__(self, lookahead: int, budget: int, fan_out: FanOutName = "measured") -> None:
+        self.estimator = SpeculationEstimator(
+            max_lookahead=lookahead,
+            max_rank=max(1, budget),
+            half_life_rounds=_HALF_LIFE_ROUNDS,
+            prior_acceptance=_PRIOR_ACCEPTANCE,
+            prior_power_law_r=_PRIOR_POWER_LAW_R,
+        )
+        self._lookahead = lookahead
+        self._may_answer_short = budget > 0
+        self._allocator = self._make_allocator(fan_out)
+        self._lists: dict[FanOutQuery, list[int]] = {}
+        self._num_outcomes = 0
+        self._tokens_a_round, self._round_ms = Ewma(_HALF_LIFE_ROUNDS), Ewma(_HALF_LIFE_ROUNDS)
+        self._depth_ms = Ewma(_HALF_LIFE_ROUNDS)
+        self._last_round_s: float | None = None
+
+    def _make_allocator(self, fan_out: FanOutName) -> Allocator:
+        if fan_out == "uniform":
+            return UniformFanOut()
+        if fan_out == "geometric":
+            return lambda query: GeometricFanOut(
+                self.acceptance(), self.estimator.power_law_r(query.after_hit)
+            )(query)
+        return MeasuredFanOut(self.estimator.hit_curves)
+
+    # -- what happened -------------------------------------------------------------------------------------------
+
+    def observe_round(self, num_tokens: int, now_s: float | None = None) -> None:
+        """A verifier's round ended with ``num_tokens`` emitted, all rows together."""
+        now_s = time.monotonic() if now_s is None else now_s
+        if self._last_round_s is not None and now_s - self._last_round_s <= _LONGEST_ROUND_S:
+            self._tokens_a_round.observe(num_tokens)
+            self._round_ms.observe((now_s - self._last_round_s) * 1e3)
+        self._last_round_s = now_s
+
+    def observe_outcome(
+        self, *, after_hit: bool, num_proposed: int, num_accepted: int, bonus_rank: int | None, hit: bool
+    ) -> None:
+        """One row's outcome, and the rank that its bonus token had among the candidates."""
+        if num_proposed == 0:
+            return  # A first token: it says nothing of later positions.
+        self.estimator.observe_round(
+            source="hit" if after_hit else "neural",
+            num_proposed=num_proposed,
+            num_accepted=num_accepted,
+            bonus_rank=bonus_rank,
+            hit=hit,
+        )
+        self._num_outcomes += 1
+        if self._num_outcomes % _REFRESH_OUTCOMES == 0:
+            self._lists.clear()
+
+    def observe_depth(self, ms: float, num_rows: int) -> None:
+        """One forward that a verifier waited for."""
+        self._depth_ms.observe(ms)
+        self.estimator.observe_draft_depth(ms, num_rows)
+
+    # -- what follows from it ------------------------------------------------------------------------------------
+
+    def allocate(self, query: FanOutQuery) -> list[int]:
+        """How many bonus tokens to guess at each position."""
+        if query not in self._lists:
+            self._lists[query] = self._allocator(query)
+        return self._lists[query]
+
+    def answers_now(self, num_ready: Sequence[int]) -> bool:
+        """Whether a verifier that waits is better served by what is ready than by one more depth. ``num_ready``: tokens
+        drafted in each row it waits for. Ordinary speculative decoding always drafts all K."""
+        speed = self.tokens_per_ms()
+        if not self._may_answer_short or speed is None or self._depth_ms.value is None:
+            return False
+        depths = further_depths(
+            num_ready,
+            max_tokens=self._lookahead,
+            acceptance=self.estimator.draft_acceptance(),
+            depth_ms=self._depth_ms.value,
+            tokens_per_ms=speed,
+        )
+        return depths == 0
+
+    def tokens_per_ms(self) -> float | None:
+        """The verifier's speed, all requests together; None before it is known."""
+        tokens, ms = self._tokens_a_round.value, self._round_ms.value
+        return tokens / ms if tokens is not None and ms else None
+
+    def acceptance(self) -> float:
+        """Acceptance of one drafted token, all positions together."""
+        return self.estimator.snapshot().acceptance

@@ -1,0 +1,90 @@
+"""The draft's decisions: where to fork and when to answer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang_ssd.algorithm.fan_out import FanOutQuery
+from sglang_ssd.draft.policy import _LONGEST_ROUND_S, DraftPolicy
+
+K = 3
+
+
+def learned(outcomes, fan_out="measured", budget=8) -> DraftPolicy:
+    policy = DraftPolicy(K, budget, fan_out)
+    for accepted, rank in outcomes:
+        policy.observe_outcome(
+            after_hit=True,
+            num_proposed=K,
+            num_accepted=accepted,
+            bonus_rank=rank,
+            hit=rank is not None and rank < 2,
+        )
+    return policy
+
+
+@pytest.mark.parametrize("fan_out", ["uniform", "geometric", "measured"])
+@pytest.mark.parametrize("length", range(K + 1))
+def test_the_whole_budget_is_spent(fan_out, length):
+    for budget in (0, 1, 5, 12):
+        policy = DraftPolicy(K, budget, fan_out)
+        counts = policy.allocate(FanOutQuery(length, budget, after_hit=False))
+        assert len(counts) == length + 1 and sum(counts) == budget
+
+
+def test_measured_goes_where_outcomes_were():
+    query = FanOutQuery(K, 8, after_hit=True)
+    always_all = learned([(K, 0)] * 200 + [(K, 3)] * 100)
+    counts = always_all.allocate(query)
+    assert counts[K] >= 5 and counts[K] == max(counts)
+    always_first = learned([(0, rank % 6) for rank in range(600)])
+    counts = always_first.allocate(query)
+    assert counts[0] >= 5 and counts[0] == max(counts)
+    assert learned([(K, 0)] * 300, "uniform").allocate(query) == [2, 2, 2, 2]
+
+
+def test_lists_are_refreshed_as_outcomes_come():
+    policy = DraftPolicy(K, 8)
+    query = FanOutQuery(K, 8, after_hit=True)
+    before = policy.allocate(query)
+    for _ in range(400):
+        policy.observe_outcome(after_hit=True, num_proposed=K, num_accepted=0, bonus_rank=random.Random(1).randrange(8), hit=True)  # fmt: skip
+    assert policy.allocate(query) != before
+
+
+def timed(round_ms: float, tokens: int, depth_ms: float, accepted: int) -> DraftPolicy:
+    policy = learned([(accepted, 0)] * 400)
+    for i in range(50):
+        policy.observe_round(tokens, now_s=i * round_ms / 1e3)
+    policy.observe_depth(depth_ms, 1)
+    return policy
+
+
+def test_waiting_must_pay():
+    # 3 tokens in 300 ms: a depth of 10 ms is worth it, one of 290 ms is not.
+    assert not timed(300, 3, depth_ms=10, accepted=K).answers_now([1])
+    assert timed(300, 3, depth_ms=290, accepted=K).answers_now([1])
+    # A draft that is never right is not worth waiting for at all.
+    assert timed(300, 1, depth_ms=50, accepted=0).answers_now([0])
+
+
+def test_an_idle_time_says_nothing_of_the_speed():
+    policy = timed(300, 3, depth_ms=10, accepted=K)
+    speed = policy.tokens_per_ms()
+    policy.observe_round(1, now_s=1000.0)
+    policy.observe_round(1, now_s=1000.0 + _LONGEST_ROUND_S + 1)
+    assert policy.tokens_per_ms() == speed == pytest.approx(0.01)
+
+
+def test_ordinary_speculative_decoding_always_drafts_all():
+    policy = DraftPolicy(K, 0)
+    for i in range(50):
+        policy.observe_round(1, now_s=i * 0.3)
+    policy.observe_depth(1000.0, 1)
+    assert not policy.answers_now([0])
+
+
+def test_unknown_times_mean_patience():
+    assert not DraftPolicy(K, 8).answers_now([1])
