@@ -43,6 +43,7 @@ PROMPT_TOKENS = 64
 #: Then a request ends and another takes its place, whose prompt and first branches take the draft longer.
 ROUNDS_PER_REQUEST = 40
 ENTER_PAUSES = 20
+TRIAL_ROUNDS = 10
 LONGEST_PAUSE_S = 5.0
 #: Batch size -> what the design asks of the median.
 TARGET_P50_MS = {1: 0.2, 8: None, 64: 1.0}
@@ -183,14 +184,14 @@ class Verifier:
 
     def find_pause_s(self) -> float:
         """A pause after which the draft is done."""
-        pause_s = 0.005
+        pause_s = 0.005 * self._batch_size**0.5
         while pause_s <= LONGEST_PAUSE_S:
             early = self.early_outcomes()
             try:
-                for _ in range(ROUNDS_PER_REQUEST):
+                for _ in range(TRIAL_ROUNDS):
                     self.round(pause_s)
                 if self.early_outcomes() == early:
-                    return 1.5 * pause_s
+                    return 2 * pause_s
             except NotReady:
                 self.leave()
             pause_s *= 2

@@ -20,7 +20,7 @@ from sglang_ssd.wire.channel import (
     RunDirectory,
     VerifierChannel,
 )
-from sglang_ssd.wire.messages import Open, Ping, Refuse, Round
+from sglang_ssd.wire.messages import MalformedMessage, Open, Ping, Refuse, Round
 
 #: Only a failing test waits so long.
 PATIENCE_MS = 5000
@@ -64,7 +64,10 @@ def test_the_endpoint_can_be_read_back(draft, endpoint):
 
 def test_messages_arrive_whole_and_in_order_in_both_directions(draft):
     with verifier_of(draft) as verifier:
-        sent = [Open(1, 0, list(range(100_000))), *(Round(t, [1], [0], [5 + t], [0], [7]) for t in range(200))]
+        sent = [
+            Open(1, 0, list(range(100_000))),
+            *(Round(t, [1], [0], [5 + t], [0], [7]) for t in range(200)),
+        ]
         for message in sent:
             assert verifier.send(message)
         received = [draft.receive(PATIENCE_MS) for _ in sent]
@@ -163,19 +166,22 @@ def test_an_over_size_frame_drops_its_sender_only(draft):
 
 
 def test_a_draft_that_sends_nonsense_raises_malformed_only(directory):
-    with contextlib.closing(VerifierChannel(directory.endpoint("draft"))) as verifier:
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-            router.setsockopt(zmq.LINGER, 0)
-            router.bind(directory.endpoint("draft"))
-            verifier.send(Ping(1))
-            router.poll(PATIENCE_MS)
-            peer, _ = router.recv_multipart()
-            router.send_multipart([peer, b"nonsense"])
-            router.send_multipart([peer, b"two", b"frames"])
-            for _ in range(3):
-                with pytest.raises(ValueError, match="no message of protocol"):
-                    verifier.receive(PATIENCE_MS)
-            assert verifier.receive(0) is None
+    with (
+        contextlib.closing(VerifierChannel(directory.endpoint("draft"))) as verifier,
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as router,
+    ):
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(directory.endpoint("draft"))
+        verifier.send(Ping(1))
+        assert router.poll(PATIENCE_MS)
+        peer, _ = router.recv_multipart()
+        router.send_multipart([peer, b"nonsense"])
+        router.send_multipart([peer, b"two", b"frames"])
+        for _ in range(3):
+            with pytest.raises(MalformedMessage, match="no message of protocol"):
+                verifier.receive(PATIENCE_MS)
+        assert verifier.receive(0) is None
 
 
 # -- connections that break ------------------------------------------------------------------------------------------
@@ -280,7 +286,10 @@ def test_the_socket_file_of_a_killed_draft_is_no_obstacle(directory):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     assert os.path.exists(path)
-    with contextlib.closing(DraftChannel(directory.endpoint("draft"))) as draft, verifier_of(draft) as verifier:
+    with (
+        contextlib.closing(DraftChannel(directory.endpoint("draft"))) as draft,
+        verifier_of(draft) as verifier,
+    ):
         verifier.send(Ping(1))
         assert draft.receive(PATIENCE_MS).message == Ping(1)
 

@@ -56,7 +56,9 @@ def messages(struct: type) -> st.SearchStrategy:
     """Any instance of a message type, its parallel lists of equal lengths."""
 
     def of_size(num_rows: int) -> st.SearchStrategy:
-        return st.builds(struct, **{name: values(hint, num_rows) for name, hint in get_type_hints(struct).items()})
+        return st.builds(
+            struct, **{name: values(hint, num_rows) for name, hint in get_type_hints(struct).items()}
+        )
 
     return st.integers(0, 4).flatmap(of_size)
 
@@ -116,8 +118,17 @@ def test_flipped_bits_are_malformed_or_a_message(decode, data):
     assert message is None or isinstance(message, DECODERS[decode])
 
 
-scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary()
-anything = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner))
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary()
+)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner)
+)
 
 
 @both_directions
@@ -135,7 +146,9 @@ def wrong_fields():
     for decode, structs in DECODERS.items():
         for struct in structs:
             for name, hint in get_type_hints(struct).items():
-                yield pytest.param(decode, struct, name, hint, id=f"{decode.__name__}-{struct.__name__}.{name}")
+                yield pytest.param(
+                    decode, struct, name, hint, id=f"{decode.__name__}-{struct.__name__}.{name}"
+                )
 
 
 @pytest.mark.parametrize(("decode", "struct", "name", "hint"), list(wrong_fields()))
@@ -158,7 +171,9 @@ def test_extra_fields_and_unknown_tags_are_malformed(decode, data):
     with pytest.raises(MalformedMessage):
         decode(msgspec.msgpack.encode([*fields, data.draw(anything)]))
     with pytest.raises(MalformedMessage):
-        decode(msgspec.msgpack.encode([data.draw(st.text().filter(lambda tag: tag != fields[0])), *fields[1:]]))
+        decode(
+            msgspec.msgpack.encode([data.draw(st.text().filter(lambda tag: tag != fields[0])), *fields[1:]])
+        )
     with pytest.raises(MalformedMessage):
         decode(msgspec.msgpack.encode(dict(zip(map(str, fields), fields, strict=True))))
 
@@ -171,6 +186,8 @@ def test_extra_fields_and_unknown_tags_are_malformed(decode, data):
         (decode_to_draft, Close([1, 2], [0], "finished")),
         (decode_to_verifier, Proposal(1, [0, 1], ["hit"], [[1], [2]])),
         (decode_to_verifier, Proposal(1, [0], ["hit"], [])),
+        (decode_to_verifier, Proposal(1, [0, 1], ["hit"] * 2, [[1], [2]], [b""], [b"", b""])),
+        (decode_to_verifier, Proposal(1, [0, 1], ["hit"] * 2, [[1], [2]], [b"", b""], [])),
     ],
 )
 def test_parallel_lists_of_unequal_lengths_are_malformed(decode, message):
@@ -185,7 +202,9 @@ DEEP = MAX_MESSAGE_BYTES - 64
 
 
 @both_directions
-@pytest.mark.parametrize("head", [b"", *(encode(message)[:-1] for message in (Refuse(""), Ping(1), Open(1, 0, [])))])
+@pytest.mark.parametrize(
+    "head", [b"", *(encode(message)[:-1] for message in (Refuse(""), Ping(1), Open(1, 0, [])))]
+)
 @pytest.mark.parametrize(
     "tail",
     [
@@ -222,7 +241,9 @@ def test_a_round_of_64_rows_and_its_answer_are_small():
     )
     answer = Proposal(10**9, list(range(rows)), ["neural"] * rows, [[vocab_size - 1] * lookahead] * rows)
     question_bytes, answer_bytes = len(encode(question)), len(encode(answer))
-    print(f"Round of {rows} rows: {question_bytes} bytes; Proposal of {rows} rows, K={lookahead}: {answer_bytes} bytes")
+    print(
+        f"Round of {rows} rows: {question_bytes} bytes; Proposal of {rows} rows, K={lookahead}: {answer_bytes} bytes"
+    )
     assert decode_to_draft(encode(question)) == question and decode_to_verifier(encode(answer)) == answer
     assert question_bytes < 4096
     assert answer_bytes < 4096
@@ -250,7 +271,11 @@ WELCOME = Welcome(PROTOCOL_VERSION, "the-draft", 1000, 512, 8, 4096, "boot")
 @pytest.mark.parametrize(
     ("changes", "fingerprint", "words"),
     [
-        (dict(protocol_version=PROTOCOL_VERSION + 1), "same", [str(PROTOCOL_VERSION), str(PROTOCOL_VERSION + 1)]),
+        (
+            dict(protocol_version=PROTOCOL_VERSION + 1),
+            "same",
+            [str(PROTOCOL_VERSION), str(PROTOCOL_VERSION + 1)],
+        ),
         (dict(tokenizer_fingerprint="other"), "same", ["tokenizers", "the-target", "the-draft"]),
         (dict(tokenizer_fingerprint="", vocab_size=999), "same", ["999", "1000", "the-target", "the-draft"]),
         (dict(vocab_size=1001), "", ["1001", "1000", "the-target", "the-draft"]),

@@ -255,6 +255,7 @@ class DraftServer:
         self._drop(peer, message.request)
         hello = peer.hello
         key = RowKey(message.request, message.generation)
+        peer.denied.discard(key)
         main = None
         if (
             message.token_ids

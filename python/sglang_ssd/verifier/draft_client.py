@@ -245,8 +245,9 @@ class DraftClient:
             try:
                 message = self._channel.receive(timeout_ms)
             except MalformedMessage as error:
+                if not self.counts.malformed:  # The first is said, all are counted.
+                    logger.warning("dropped what the draft at %s sent: %s", self.endpoint, error)
                 self._count(malformed=1)
-                logger.warning("dropped what the draft at %s sent: %s", self.endpoint, error)
             else:
                 if message is None:
                     return

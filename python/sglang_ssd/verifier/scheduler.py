@@ -51,10 +51,10 @@ class SSDScheduler(SchedulerBase):
             sampling=options.sampling,
             fan_out=options.fan_out,
         )
-        client = DraftClient(options.draft_endpoint, hello, options.round_timeout_ms)
         try:
+            client = DraftClient(options.draft_endpoint, hello, options.round_timeout_ms)
             welcome = client.connect(options.start_timeout_s)
-        except (DraftRefused, DraftUnreachable) as error:
+        except (DraftRefused, DraftUnreachable, OSError) as error:
             fail_start(str(error))
         logger.info("draft %s at %s is ready", welcome.draft_model, options.draft_endpoint)
         return client
