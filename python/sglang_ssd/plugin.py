@@ -50,6 +50,11 @@ def register() -> None:
     import sys
 
     if any(argument.rpartition("=")[2].upper() == "SSD" for argument in sys.argv):
+        from sglang_ssd.bridge.environment import is_cpu_engine
         from sglang_ssd.bridge.process import replace_scheduler
 
+        if is_cpu_engine():
+            from sglang_ssd.bridge.cpu_attention import install_cpu_attention
+
+            install_cpu_attention()
         replace_scheduler(scheduler_class())

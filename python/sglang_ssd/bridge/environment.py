@@ -31,6 +31,11 @@ def use_cpu_engine() -> None:
     quiet_model_registry()
 
 
+def is_cpu_engine() -> bool:
+    """Whether SGLang serves on the CPU in this process."""
+    return os.environ.get(_CPU_ENGINE_SWITCH) == "1"
+
+
 def quiet_model_registry() -> None:
     """Not a warning for every model family whose kernels this host lacks; a model that is asked for and cannot be loaded
     still ends the start with its own error."""
