@@ -285,7 +285,10 @@ def test_a_miss_of_one_row_does_not_delay_the_hits_of_others():
     run.take([1, 2, 3, 4])
     likely = {r: (0, ranks_after(run.tokens[r], 2)[1]) for r in range(1, 5)}
     run.outcome({**likely, 4: (0, ranks_after(run.tokens[4], VOCAB_SIZE)[-1])})
+    sent_before_the_forward = []
+    run.runner.in_the_middle = lambda: sent_before_the_forward.extend(run.channel.sent.get(PEER, []))
     run.run(1)
+    assert sent_before_the_forward, "answers leave before the next forward begins"
     assert run.take([1, 2, 3, 4]) == {1: "hit", 2: "hit", 3: "hit"}
     run.run()
     assert run.take([1, 2, 3, 4]) == {4: "neural"}

@@ -107,8 +107,9 @@ class DraftServer:
             self.turn()
 
     def turn(self) -> None:
-        """Take in what has come, run the most urgent forward, answer what is complete, and open new branches."""
+        """Take in what has come, answer first, then run the most urgent forward and open new branches."""
         self._receive(wait=not self._has_work())
+        self._answer_ready()
         self._run_urgent_forward()
         self._answer_ready()
         self._fork()

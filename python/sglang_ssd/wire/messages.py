@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 PROTOCOL_VERSION = 1
+#: More than anybody drafts; a draft sizes its estimators by what a verifier asks for.
+MAX_LOOKAHEAD, MAX_FAN_OUT_BUDGET = 64, 1024
 
 #: Where a proposal comes from. ``hit``: prepared before the outcome was known. ``neural`` and ``ngram``: a backup, made
 #: after a miss. ``none``: nothing is proposed (no room, context limit). ``unknown``: the draft does not hold this
@@ -244,8 +246,8 @@ def why_incompatible(hello: Hello, welcome: Welcome, tokenizer_fingerprint: str)
         )
     if len(fingerprints - {""}) > 1:
         return f"the tokenizers of target {hello.target_model} and draft {welcome.draft_model} differ"
-    if hello.lookahead < 1:
-        return f"lookahead (--speculative-num-steps) {hello.lookahead} is below 1"
-    if hello.fan_out_budget < 0:
-        return f"fan-out budget {hello.fan_out_budget} is below 0"
+    if not 1 <= hello.lookahead <= MAX_LOOKAHEAD:
+        return f"lookahead (--speculative-num-steps) {hello.lookahead} is not in 1..{MAX_LOOKAHEAD}"
+    if not 0 <= hello.fan_out_budget <= MAX_FAN_OUT_BUDGET:
+        return f"fan-out budget {hello.fan_out_budget} is not in 0..{MAX_FAN_OUT_BUDGET}"
     return None
