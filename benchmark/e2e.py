@@ -8,6 +8,8 @@ Two accountings stand side by side:
   same total cores    plain has all cores; in sync target and draft both have all cores, which they use in turns; async
                       splits them
 
+The server's HTTP processes are bound to no core in any mode; tokens stream, as a user sees them.
+
 Theorem 7's prediction stands next to what was measured. Its times are measured too: a verify and a draft round of the
 async server, and the backup from the sync server, whose draft works on the same cores and drafts all K tokens while
 the target waits.

@@ -81,11 +81,9 @@ class Server:
         return response.json()
 
     def ssd_state(self) -> dict[str, Any]:
-        """Our part of ``/server_info``. The draft's counters in it come with a Pong, once a second, and an idle
-        server takes it in when it wakes up: three looks, so that they are those of now."""
-        for _ in range(2):
-            self.info()
-            time.sleep(1.1)
+        """Our part of ``/server_info``. A second later, so that a draft in the middle of a forward has ended it and can
+        say its counters."""
+        time.sleep(1.0)
         return self.info()["internal_states"][0]["ssd"]
 
     def log_tail(self, num_lines: int = 20) -> str:

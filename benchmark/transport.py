@@ -1,9 +1,8 @@
 """Measure the line between verifier and draft: from outcomes sent to proposals decoded, for cached hits.
 
 The draft is a process of its own with the real loop, channel, sessions and slot tables; only its model's forwards are
-stubbed. This process is the verifier, with the real client. Both transports, batch sizes 1, 8 and 64. Between rounds
-the verifier sleeps for as long as the draft needs to complete all branches, so that every round is a hit whose
-proposal is ready.
+stubbed. This process is the verifier, with the real client. Both transports, batch sizes 1, 8 and 64. A verify takes
+as long as the draft needs to complete all branches, so that every round is a hit whose proposal is ready.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ VOCAB_SIZE, CONTEXT_LENGTH = 128, 2048
 #: As large as the pools that a CPU server chooses: the cost of a slot list depends on its length.
 NUM_SLOTS = 32_768
 PROMPT_TOKENS = 64
-#: Then a request ends and another takes its place, whose prompt and first branches take the draft longer.
+#: Then a request ends and another takes its place.
 ROUNDS_PER_REQUEST = 40
-ENTER_PAUSES = 20
-TRIAL_ROUNDS = 10
-LONGEST_PAUSE_S = 5.0
+REST_S = 0.01
+LONGEST_VERIFY_S = 60.0
 #: Batch size -> what the design asks of the median.
 TARGET_P50_MS = {1: 0.2, 8: None, 64: 1.0}
 
@@ -125,10 +123,6 @@ def draft_process(endpoint: str, budget: int, core: int) -> Iterator[str]:
         process.join()
 
 
-class NotReady(Exception):
-    """A round that was no hit: its outcome came before the draft had prepared for it."""
-
-
 class Verifier:
     """A batch of requests on the verifier's side; every verification accepts all tokens."""
 
@@ -141,14 +135,13 @@ class Verifier:
         self._num_requests = self._num_rounds = 0
         self._sessions: list[VerifierSession] = []
 
-    def round(self, pause_s: float) -> float:
-        """One round after a pause that stands for the verify. Returns seconds from outcome to proposal. Raises
-        ``NotReady`` unless every row is a hit."""
-        is_first = not self._sessions
-        if is_first:
+    def round(self) -> float:
+        """One round. Returns seconds from outcome to proposal. Raises RuntimeError unless every row is a hit."""
+        emitted = [*self._expected, 0]
+        if not self._sessions:
             self._enter()
-        time.sleep(pause_s * (ENTER_PAUSES if is_first else 1))
-        emitted = [0] if is_first else [*self._expected, 0]
+            emitted = [0]
+        self._verify()
         for session in self._sessions:
             session.tokens.extend(emitted)
         outcomes = [RowOutcome(session, len(emitted) - 1, 0) for session in self._sessions]
@@ -156,12 +149,12 @@ class Verifier:
         self.client.send_outcomes(outcomes)
         proposals = self.client.collect(self._sessions)
         seconds = time.perf_counter() - started
-        self._num_rounds += 1
-        self.client.tend()
         if any(p.source != "hit" or p.token_ids != self._expected for p in proposals):
-            raise NotReady
+            raise RuntimeError(f"a round was no hit: {proposals}")
+        self._num_rounds += 1
         if self._num_rounds % ROUNDS_PER_REQUEST == 0:
-            self.leave()
+            self.client.close(self._sessions, "finished")
+            self._sessions = []
         return seconds
 
     def _enter(self) -> None:
@@ -170,32 +163,14 @@ class Verifier:
             self._sessions.append(VerifierSession(RowKey(self._num_requests, 0), None, [1] * PROMPT_TOKENS))
             self.client.open(self._sessions[-1])
 
-    def leave(self) -> None:
-        self.client.close(self._sessions, "finished")
-        self._sessions = []
-
-    def early_outcomes(self) -> int:
-        """Outcomes so far that came before the draft had completed the branches, from a Pong of now."""
-        time.sleep(1.1)
-        self.client.tend()
-        time.sleep(0.2)
-        self.client.tend()
-        return self.client.draft_stats.early_outcomes
-
-    def find_pause_s(self) -> float:
-        """A pause after which the draft is done."""
-        pause_s = 0.005 * self._batch_size**0.5
-        while pause_s <= LONGEST_PAUSE_S:
-            early = self.early_outcomes()
-            try:
-                for _ in range(TRIAL_ROUNDS):
-                    self.round(pause_s)
-                if self.early_outcomes() == early:
-                    return 2 * pause_s
-            except NotReady:
-                self.leave()
-            pause_s *= 2
-        raise RuntimeError(f"the draft is not done after {LONGEST_PAUSE_S} s")
+    def _verify(self) -> None:
+        """Take as long as the draft needs to complete all branches (it has no more forwards to run), and then some, so
+        that it sleeps as it would in the rest of a long verify. Raises RuntimeError when it never comes to rest."""
+        deadline, num_forwards = time.monotonic() + LONGEST_VERIFY_S, None
+        while num_forwards != (num_forwards := self.client.refresh_stats(timeout_s=1.0).forwards):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the draft is not done after {LONGEST_VERIFY_S:.0f} s")
+            time.sleep(REST_S)
 
 
 class Latency(NamedTuple):
@@ -206,26 +181,18 @@ class Latency(NamedTuple):
     p50_ms: float
     p99_ms: float
     target_p50_ms: float | None
-    pause_ms: float
     early_outcomes: int
 
 
 def measure(transport: str, endpoint: str, batch_size: int, args: argparse.Namespace) -> Latency:
     verifier = Verifier(endpoint, args.lookahead, args.budget, batch_size)
-    label = f"{transport}, B={batch_size}"
-    try:
-        pause_s = verifier.find_pause_s()
-        early = verifier.early_outcomes()
-        seconds = [
-            verifier.round(pause_s) for _ in tqdm(range(args.rounds), desc=label, unit="round", leave=False)
-        ]
-        early = verifier.early_outcomes() - early
-    except NotReady:
-        raise RuntimeError(f"{label}: a round was no hit after a pause of {1e3 * pause_s:.0f} ms") from None
-    finally:
-        verifier.client.disconnect()
+    rounds = tqdm(range(args.rounds), desc=f"{transport}, B={batch_size}", unit="round", leave=False)
+    early = verifier.client.refresh_stats().early_outcomes
+    seconds = [verifier.round() for _ in rounds]
+    early = verifier.client.refresh_stats(timeout_s=1.0).early_outcomes - early
+    verifier.client.disconnect()
     p50, p99 = (1e3 * value for value in percentiles(seconds))
-    return Latency(transport, batch_size, p50, p99, TARGET_P50_MS[batch_size], 1e3 * pause_s, early)
+    return Latency(transport, batch_size, p50, p99, TARGET_P50_MS[batch_size], early)
 
 
 def percentiles(values: list[float]) -> tuple[float, float]:

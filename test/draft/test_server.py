@@ -472,8 +472,8 @@ def test_a_verifier_that_waits_may_get_a_shorter_proposal_and_goes_on_from_it():
 
     run = Impatient()
     run.open(1, [3, 1, 4])
-    lengths = set()
-    for turns in (0, 1, 2, 3, 6, 1, 0, 2):
+    lengths, sources = set(), []
+    for turns in (0, 1, 6, 2, 6, 3, 6, 6, 1, 0, 2, 6):
         run.run(turns)
         path = run.tokens[1] + run.proposals[1]
         run.outcome({1: (len(run.proposals[1]), ranks_after(path, 1)[0])})
@@ -481,8 +481,13 @@ def test_a_verifier_that_waits_may_get_a_shorter_proposal_and_goes_on_from_it():
         (message,) = run.sent()
         (tokens,) = message.token_ids
         assert tokens == continuation(run.tokens[1], len(tokens))
+        assert (message.sources == ["none"]) == (not tokens)
         run.proposals[1] = tokens
         lengths.add(len(tokens))
+        sources += message.sources
+        if turns == 6:
+            # Whatever was proposed before, there was time to prepare the likeliest outcome: all of it and one more.
+            assert message.sources == ["hit"] and len(tokens) == K
     assert len(lengths) > 1 and min(lengths) < K
     assert run.server.stats().short_answers > 0
     run.say(Close([1], [0], "finished"))

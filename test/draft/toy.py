@@ -7,6 +7,7 @@ something else, so that equality with ``continuation`` checks the bookkeeping of
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import torch
 
@@ -71,6 +72,10 @@ class ToyPool:
             assert slot not in self.free_slots, f"slot {slot} is given back twice"
             self.token_of_slot.pop(slot, None)
             self.free_slots.append(slot)
+
+    @contextmanager
+    def together(self):
+        yield
 
     def write_slots(self, row: int, start: int, slots: torch.Tensor) -> None:
         self.table[row, start : start + slots.numel()] = slots.to(torch.int32)

@@ -14,6 +14,7 @@ PAGE_SIZE = 16
 PAGED_TOTAL_TOKENS = 640
 #: Each server is three processes that hold torch.
 MAX_ALIVE = 3
+ALWAYS_ALIVE = ("async", "off")
 
 SHARED_FLAGS = ["--enable-custom-logit-processor", "--constrained-json-disable-any-whitespace"]
 FLAGS = {
@@ -40,18 +41,21 @@ class Fleet:
         self._servers: dict[str, Server] = {}
         self._num_started = 0
 
+    def start(self, name: str) -> None:
+        """Start a server unless it runs, without waiting for it."""
+        if name in self._servers:
+            return
+        others = [other for other in self._servers if other not in ALWAYS_ALIVE]
+        if len(self._servers) >= MAX_ALIVE and others:
+            self.stop(others[0])
+        self._num_started += 1
+        command = launch_command(self._pair, *SHARED_FLAGS, *FLAGS[name])
+        self._servers[name] = Server(command, self._folder / f"{name}-{self._num_started}")
+
     def get(self, name: str) -> Server:
-        if name not in self._servers:
-            others = [other for other in self._servers if other not in ("async", "off")]
-            if len(self._servers) >= MAX_ALIVE and others:
-                self.stop(others[0])
-            self._num_started += 1
-            server = Server(
-                launch_command(self._pair, *SHARED_FLAGS, *FLAGS[name]),
-                self._folder / f"{name}-{self._num_started}",
-            )
-            self._servers[name] = server
-            server.wait_until_ready()
+        """A server that answers."""
+        self.start(name)
+        self._servers[name].wait_until_ready()
         return self._servers[name]
 
     def stop(self, name: str) -> None:
@@ -82,6 +86,8 @@ def pair(tmp_path_factory) -> PairPaths:
 @pytest.fixture(scope="session")
 def fleet(pair, tmp_path_factory):
     fleet = Fleet(pair, tmp_path_factory.mktemp("servers"))
+    for name in ALWAYS_ALIVE:
+        fleet.start(name)
     yield fleet
     fleet.stop_all()
 

@@ -1,4 +1,4 @@
-"""``python -m many_mains JSON``: run the launcher's main with each command line of a JSON list, and print after each
+"""``python -m server.many_mains JSON``: run the launcher's main with each command line of a JSON list, and print after each
 what it returned. Most of a start is importing, which is done once here."""
 
 from __future__ import annotations

@@ -62,15 +62,19 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = folder
         self.process = start([*command, "--host", "127.0.0.1", "--port", str(self.port)], folder)
+        self._is_ready = False
 
     # -- life ----------------------------------------------------------------------------------------------------
 
     def wait_until_ready(self) -> None:
+        if self._is_ready:
+            return
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.log_tail()}"
             try:
                 if requests.get(f"{self.url}/health_generate", timeout=30).ok:
+                    self._is_ready = True
                     return
             except requests.RequestException:
                 pass  # It does not listen yet.
@@ -117,9 +121,7 @@ class Server:
             for answer in (answers if isinstance(answers, list) else [answers])
         ]
 
-    def ask_all(
-        self, bodies: list[dict[str, Any]], num_at_once: int, stagger_s: float = 0.0
-    ) -> list[Answer]:
+    def ask_all(self, bodies: list[dict[str, Any]], num_at_once: int, stagger_s: float = 0.0) -> list[Answer]:
         """Answers in order. ``stagger_s`` apart, so that requests join a batch that runs already."""
 
         def ask(index: int) -> Answer:
@@ -197,7 +199,7 @@ def run_to_end(command: list[str], folder: Path, timeout_s: float = 120.0) -> En
 def start(command: list[str], folder: Path) -> subprocess.Popen:
     """Start ``python -m`` a command with its output in ``folder/log`` and its temporary files in ``folder/tmp``."""
     (folder / "tmp").mkdir(parents=True)
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Processors of requests are unpickled by the server: it must find the module that defines them.
     environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "log").open("wb") as log:

@@ -41,7 +41,9 @@ def test_a_bad_value_is_named(pair, tmp_path):
     commands = [launch_command(pair, *flags) for flags, _ in REFUSED_FLAGS]
     commands.append(launch_command(pair, "--speculative-draft-model-path", str(other.draft)))
     commands.append([*commands[0][:3], "--model-path", str(pair.target)])
-    ended = run_to_end(["many_mains", json.dumps([command[1:] for command in commands])], tmp_path / "server")
+    ended = run_to_end(
+        ["server.many_mains", json.dumps([command[1:] for command in commands])], tmp_path / "server"
+    )
     assert (ended.exit_code, ended.left) == (0, []), ended.output
     *outputs, end = ended.output.split("returned 2\n")
     assert (len(outputs), end) == (len(commands), ""), ended.output

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -86,6 +87,15 @@ class DraftModelRunner:
         """Free the slots of tokens ``start`` to ``end`` (exclusive) of a row."""
         if end > start:
             self._allocator.free(self._tables[row, start:end].long())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Slots given back inside go to the pool at once, at the end: each call alone copies the whole free list."""
+        self._allocator.free_group_begin()
+        try:
+            yield
+        finally:
+            self._allocator.free_group_end()
 
     def write_slots(self, row: int, start: int, slots: torch.Tensor) -> None:
         self._tables[row, start : start + slots.numel()] = slots.to(self._tables.dtype)

@@ -29,7 +29,8 @@ class SharedNoiseSampler(Sampler):
             )
         ]
         is_greedy = torch.tensor([top_k <= 1 for top_k in top_ks], device=probs.device)
-        scores = truncate(probs, laws).log()
+        # A copy: SGLang reads the logprobs of the whole law off ``probs`` afterwards.
+        scores = truncate(probs.clone(), laws).log()
         return draw(scores, sampling_info.sampling_seed, positions, is_greedy), None
 
 

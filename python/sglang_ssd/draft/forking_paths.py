@@ -11,6 +11,7 @@ of ownership happen in the methods of ``ForkingPaths``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ class SlotPool(Protocol):
     def give_row(self, row: int) -> None: ...
     def take_slots(self, num_slots: int) -> torch.Tensor | None: ...
     def give_slots(self, row: int, start: int, end: int) -> None: ...
+    def together(self) -> AbstractContextManager[None]: ...
     def write_slots(self, row: int, start: int, slots: torch.Tensor) -> None: ...
     def copy_slots(self, source: int, target: int, start: int, end: int) -> None: ...
 
@@ -143,7 +145,9 @@ class ForkingPaths:
         main.pending = [*uncached, bonus_token]
         main.forget_drafts()
 
-    def release(self, path: Path) -> None:
-        """Free the row and the slots that this path owns."""
-        self._pool.give_slots(path.row, path.num_shared, path.num_cached)
-        self._pool.give_row(path.row)
+    def release(self, *paths: Path) -> None:
+        """Free the rows and the slots that these paths own."""
+        with self._pool.together():
+            for path in paths:
+                self._pool.give_slots(path.row, path.num_shared, path.num_cached)
+                self._pool.give_row(path.row)

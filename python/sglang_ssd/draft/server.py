@@ -181,13 +181,15 @@ class DraftServer:
             raise ForwardNotNeeded
 
     def _answer_complete_hits(self, peer_id: bytes, message: Round) -> None:
-        """Send the proposals that are complete; the sessions themselves are not touched while a forward runs."""
+        """Send the proposals that are complete. This comes before all bookkeeping, and touches no session: a forward
+        may be running over them."""
         peer = self._peers.get(peer_id)
         rows, branches = [], []
         for row, key in enumerate(message.keys()):
             session = peer.sessions.get(key.request) if peer else None
             outcome = Outcome(message.num_accepted[row], message.bonus_tokens[row])
-            if session is None or session.due is not None or session.needs_prefill:
+            answer = (peer_id, message.ticket, row)
+            if session is None or session.due is not None or session.needs_prefill or answer in self._answered_rows:
                 continue
             if not session.applies(key, outcome, message.committed_lens[row]):
                 continue
@@ -198,7 +200,7 @@ class DraftServer:
             if is_complete:
                 rows.append(row)
                 branches.append(branch)
-                self._answered_rows.add((peer_id, message.ticket, row))
+                self._answered_rows.add(answer)
         if rows:
             self._send(peer_id, proposal(message.ticket, rows, ["hit"] * len(rows), branches))
 
@@ -220,6 +222,7 @@ class DraftServer:
         elif isinstance(message, Open):
             self._open(peer, message)
         elif isinstance(message, Round):
+            self._answer_complete_hits(peer_id, message)
             self._take_round(peer_id, peer, message)
         elif isinstance(message, Close):
             self._close(peer, message)
@@ -394,7 +397,7 @@ class DraftServer:
             for path in paths:
                 if self._paths.reserve(path, len(path.pending)):
                     position = self._position(session, path, len(path.pending))
-                    lanes.append(Lane(path, session.main.row, position, session.lookahead))
+                    lanes.append(Lane(path, session.main.row, position, session.drafts_up_to(path)))
                 elif path is session.main:
                     self._starve(session)
                     lanes = [lane for lane in lanes if lane.base_row != session.main.row]
@@ -450,7 +453,7 @@ class DraftServer:
                     ready.setdefault(session.due.ticket, []).append(session)
             for ticket, sessions in ready.items():
                 rows = [session.due.row for session in sessions]
-                sources = [session.due.source for session in sessions]
+                sources = [session.due.source if session.main.drafted else "none" for session in sessions]
                 self._send(peer_id, proposal(ticket, rows, sources, [session.main for session in sessions]))
                 for session in sessions:
                     session.answered()

@@ -86,6 +86,11 @@ class Session:
         """Every branch has its K tokens."""
         return all(len(branch.drafted) == self.lookahead for branch in self.cache.branches())
 
+    def drafts_up_to(self, path: Path) -> int:
+        """Tokens that this path may hold. A proposal that is out, short or not, must not grow: the verifier would not
+        know of the rest."""
+        return len(path.drafted) if path is self.main and self.due is None else self.lookahead
+
     def fork_lanes(self) -> list[Path]:
         """Paths whose next token is worth a forward while the outcome is unknown: the main path, once, for the
         candidates after its last token; and all branches that are not complete."""
@@ -166,8 +171,7 @@ class Session:
     def drop_branches(self) -> int:
         """Release every branch. Returns how many."""
         dropped = self.cache.clear()
-        for branch in dropped:
-            self._paths.release(branch)
+        self._paths.release(*dropped)
         return len(dropped)
 
     def close(self) -> None:
