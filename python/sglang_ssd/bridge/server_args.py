@@ -21,15 +21,17 @@ from sglang_ssd.bridge.speculative import ALGORITHM_NAME
 MODES = ("async", "sync", "off")
 FAN_OUTS = ("measured", "geometric", "uniform")
 SAMPLINGS = ("shared-noise", "residual")
-DEFAULT_LOOKAHEAD = 3
-DEFAULT_FAN_OUT_BUDGET = 12
+#: Lookahead K and fan-out budget B where the user names none. On a CPU a draft forward takes .4 of a verify, so two
+#: depths fit beside it; published GPU pairs have room for four.
+DEFAULT_LOOKAHEAD = {"cpu": 2, "cuda": 4}
+DEFAULT_FAN_OUT_BUDGET = {"cpu": 8, "cuda": 16}
 
 
 class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
     """SGLang's server arguments and ours."""
 
     ssd_mode: str = "async"
-    ssd_fan_out_budget: int = DEFAULT_FAN_OUT_BUDGET
+    ssd_fan_out_budget: int | None = None
     ssd_fan_out: str = "measured"
     ssd_draft_endpoint: str | None = None
     ssd_target_cores: str | None = None
@@ -61,8 +63,7 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--ssd-fan-out-budget",
         type=int,
-        default=DEFAULT_FAN_OUT_BUDGET,
-        help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding.",
+        help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding. Default: 8 on a CPU, 16 elsewhere.",
     )
     add(
         "--ssd-fan-out",
@@ -171,7 +172,12 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(
             f"--ssd-mode {args.ssd_mode} needs --speculative-draft-model-path or --ssd-draft-endpoint"
         )
-    lookahead = DEFAULT_LOOKAHEAD if args.speculative_num_steps is None else args.speculative_num_steps
+    kind = "cpu" if args.device == "cpu" else "cuda"
+    lookahead = args.speculative_num_steps
+    if lookahead is None:
+        lookahead = DEFAULT_LOOKAHEAD[kind]
+    if args.ssd_fan_out_budget is None:
+        args.ssd_fan_out_budget = DEFAULT_FAN_OUT_BUDGET[kind]
     if lookahead < 1:
         raise ValueError(f"--speculative-num-steps {lookahead}: the lookahead must be at least 1")
     if args.speculative_num_draft_tokens not in (None, lookahead + 1):
@@ -261,7 +267,7 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
     own = {field.name: field.default for field in msgspec.structs.fields(SSDServerArgs)}
     return SSDOptions(
         "async",
-        DEFAULT_FAN_OUT_BUDGET,
+        DEFAULT_FAN_OUT_BUDGET["cpu" if args.device == "cpu" else "cuda"],
         "measured",
         os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT"),
         "shared-noise",

@@ -189,7 +189,12 @@ class DraftServer:
             session = peer.sessions.get(key.request) if peer else None
             outcome = Outcome(message.num_accepted[row], message.bonus_tokens[row])
             answer = (peer_id, message.ticket, row)
-            if session is None or session.due is not None or session.needs_prefill or answer in self._answered_rows:
+            if (
+                session is None
+                or session.due is not None
+                or session.needs_prefill
+                or answer in self._answered_rows
+            ):
                 continue
             if not session.applies(key, outcome, message.committed_lens[row]):
                 continue
