@@ -16,11 +16,17 @@ PAGED_TOTAL_TOKENS = 640
 MAX_ALIVE = 3
 ALWAYS_ALIVE = ("async", "off")
 
-SHARED_FLAGS = ["--enable-custom-logit-processor", "--constrained-json-disable-any-whitespace"]
+LOOKAHEAD = 3
+SHARED_FLAGS = [
+    *("--speculative-num-steps", str(LOOKAHEAD)),
+    *("--ssd-fan-out-budget", "12"),
+    "--enable-custom-logit-processor",
+    "--constrained-json-disable-any-whitespace",
+]
 FLAGS = {
     "async": ["--enable-metrics"],
-    "sync": ["--ssd-mode", "sync"],
-    "off": ["--ssd-mode", "off"],
+    "sync": ["--ssd-mode", "sync", "--reasoning-parser", "deepseek-r1"],
+    "off": ["--ssd-mode", "off", "--reasoning-parser", "deepseek-r1"],
     # The scheduler takes in more requests than the pool can finish, and prompts in chunks.
     "paged": [
         *("--page-size", str(PAGE_SIZE)),

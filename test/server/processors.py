@@ -29,6 +29,17 @@ class Favour:
         return logits
 
 
+class Spell:
+    """Makes the output begin with ``custom_params["spelling"]``."""
+
+    def __call__(self, logits, custom_param_list):
+        for row, params in enumerate(custom_param_list):
+            position = len(params["__req__"].output_ids)
+            if position < len(params["spelling"]):
+                logits[row, params["spelling"][position]] += 1000.0
+        return logits
+
+
 def serialized(processor: type) -> str:
     """A processor as requests carry it."""
     return json.dumps({"callable": dill.dumps(processor).hex()})

@@ -79,6 +79,8 @@ class Server:
             except requests.RequestException:
                 pass  # It does not listen yet.
             time.sleep(0.5)
+        # The tests that ask for it later fail at once.
+        self.process.kill()
         raise AssertionError(f"no answer within {START_TIMEOUT_S:.0f} s\n{self.log_tail()}")
 
     def stop(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from itertools import product
+from itertools import accumulate, product
 
 import jsonschema
 import pytest
@@ -366,8 +366,8 @@ def constrained(num: int, **options_of_kind) -> list[dict]:
     ]
 
 
-def answers_equal_plain(bodies: list[dict], async_server: Server, off_server: Server) -> list[Answer]:
-    answers = async_server.ask_all(bodies, num_at_once=16)
+def answers_equal_plain(bodies: list[dict], server: Server, off_server: Server) -> list[Answer]:
+    answers = server.ask_all(bodies, num_at_once=16)
     assert output(answers) == output(off_server.ask_all(bodies, num_at_once=16))
     assert {answer.meta_info["finish_reason"]["type"] for answer in answers} == {"stop"}
     return answers
@@ -393,6 +393,30 @@ def test_constrained_and_free_requests_in_one_batch_equal_plain(async_server, of
     free = [request(prompt(1450 + i, 9), 24, temperature=0.9 * (i % 2), sampling_seed=i) for i in range(8)]
     bodies = [body for two in zip(constrained(4, regex=PATTERNS[:2]), free, strict=True) for body in two]
     assert_equal_plain(bodies, async_server, off_server)
+
+
+def test_a_grammar_holds_from_the_end_of_the_reasoning_on(pair, sync_server, off_server):
+    """The reasoning ends inside a run: what is proposed after its end must obey already. The prompts are those after
+    which the draft itself proposes the last token of the end that the processor spells."""
+    end = list(b"</think>")
+    draft = AutoModelForCausalLM.from_pretrained(pair.draft, dtype=torch.float32).eval()
+    prompts = [prompt(1600 + i, 6) for i in range(4000)]
+    proposed = exact_logits(draft, [[*ids, *end[:-1]] for ids in prompts])[:, -1].argmax(-1).tolist()
+    chosen = [ids for ids, token in zip(prompts, proposed, strict=True) if token == end[-1]][:8]
+    fields = {"require_reasoning": True, "custom_logit_processor": processors.serialized(processors.Spell)}
+    bodies = [
+        request(ids, 40, fields=fields, custom_params={"spelling": end}, regex=PATTERNS[0], **sampling)
+        for ids in chosen
+        for sampling in ({}, {"temperature": 1.0, "sampling_seed": 4})
+    ]
+    answers = answers_equal_plain(bodies, sync_server, off_server)
+    ends_inside = 0
+    for answer in answers:
+        spelled, answered = answer.output_ids[: len(end)], answer.text.removeprefix("</think>")
+        assert spelled == end and re.fullmatch(PATTERNS[0], answered)
+        run_ends = accumulate(answer.accept_lengths, initial=1)
+        ends_inside += len(end) not in run_ends
+    assert ends_inside > 0
 
 
 # -- logprobs --------------------------------------------------------------------------------------------------------

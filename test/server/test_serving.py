@@ -10,9 +10,8 @@ from itertools import accumulate
 import openai
 import pytest
 import requests
+from server.conftest import LOOKAHEAD
 from server.running import Answer, Server, prompt, request, wait_for
-
-LOOKAHEAD = 3
 
 
 def output(answers: list[Answer]) -> list[list[int]]:

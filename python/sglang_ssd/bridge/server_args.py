@@ -24,7 +24,7 @@ SAMPLINGS = ("shared-noise", "residual")
 #: Lookahead K and fan-out budget B where the user names none. On a CPU a draft forward takes .4 of a verify, so two
 #: depths fit beside it; published GPU pairs have room for four.
 DEFAULT_LOOKAHEAD = {"cpu": 2, "cuda": 4}
-DEFAULT_FAN_OUT_BUDGET = {"cpu": 8, "cuda": 16}
+DEFAULT_FAN_OUT_BUDGET = {"cpu": 4, "cuda": 16}
 
 
 class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
@@ -63,7 +63,7 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--ssd-fan-out-budget",
         type=int,
-        help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding. Default: 8 on a CPU, 16 elsewhere.",
+        help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding. Default: 4 on a CPU, 16 elsewhere.",
     )
     add(
         "--ssd-fan-out",
