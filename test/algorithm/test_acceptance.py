@@ -9,6 +9,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.acceptance import Ewma, SpeculationEstimator, fit_power_law
 from sglang_ssd.algorithm.fan_out import FanOutQuery, GeometricFanOut, MeasuredFanOut
 from sglang_ssd.algorithm.theory import (

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.fallback import Fallback, choose_fallback, fallback_threshold
 from sglang_ssd.algorithm.theory import ssd_tokens_per_ms
 

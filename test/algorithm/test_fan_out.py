@@ -8,6 +8,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.fan_out import (
     FanOutQuery,
     GeometricFanOut,

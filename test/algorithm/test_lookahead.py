@@ -9,6 +9,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.acceptance import SpeculationEstimator
 from sglang_ssd.algorithm.fallback import Fallback
 from sglang_ssd.algorithm.fan_out import GeometricFanOut, MeasuredFanOut, UniformFanOut

@@ -9,6 +9,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.narrowing import Readiness, further_depths, steady_state
 from sglang_ssd.algorithm.theory import expected_tokens
 

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.ngram import NGramIndex
 
 

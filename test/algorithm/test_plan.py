@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+
 from sglang_ssd.algorithm.acceptance import SpeculationEstimator
 from sglang_ssd.algorithm.lookahead import RoundCosts, affine_cost, predict_sd, predict_ssd
 from sglang_ssd.plan import fetch_estimates, main, plan, plan_inputs

@@ -20,6 +20,7 @@ import math
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from sglang_ssd.algorithm.lookahead import Prediction, RoundCosts, affine_cost, predict_sd, predict_ssd
 from sglang_ssd.algorithm.theory import (
     curve_hit_rate,

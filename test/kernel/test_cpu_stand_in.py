@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_ssd_kernel.cpu_stand_in import CPU_ENGINE_VARIABLE, functions
 
 KERNEL_DISTRIBUTION = Path(__file__).resolve().parents[2] / "sgl-kernel"

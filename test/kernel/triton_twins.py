@@ -21,8 +21,9 @@ from sglang.kernels.ops.speculative.spec_tree import (
     verify_tree_greedy_kernel_triton,
 )
 from sglang.srt.mem_cache.allocation import assign_req_to_token_pool
-from sglang_ssd_kernel.cpu_stand_in import functions
 from test_cpu_stand_in import Tree, verify
+
+from sglang_ssd_kernel.cpu_stand_in import functions
 
 
 def test_twins_of_slot_functions():
