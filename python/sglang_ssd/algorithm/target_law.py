@@ -116,7 +116,7 @@ def probabilities(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Te
     A row without any finite logit has no law; it comes out as zeros.
     """
     temperatures = _column((law.temperature for law in laws), logits)
-    clean = torch.nan_to_num(logits.float() / temperatures, nan=-torch.inf)
+    clean = torch.nan_to_num(logits.float() / temperatures, nan=-torch.inf, neginf=-torch.inf)
     return truncate(torch.nan_to_num(torch.softmax(clean, dim=-1), nan=0.0), laws)
 
 
