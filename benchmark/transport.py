@@ -85,6 +85,12 @@ class _FreeList:
         taken, self._free = self._free.split([num_slots, len(self._free) - num_slots])
         return taken
 
+    def free_group_begin(self) -> None:
+        """SGLang gathers what is freed until the end of the group; here each free is cheap enough."""
+
+    def free_group_end(self) -> None:
+        pass
+
     def free(self, slots: torch.Tensor) -> None:
         self._free = torch.cat([self._free, slots])
 
