@@ -249,7 +249,7 @@ def test_exit_code_of_exactness(tmp_path: Path, noise: float, exit_code: int) ->
 
 def test_noise_follows_the_dtype() -> None:
     assert exactness.parse(["--pair", "test"]).noise == 1e-3
-    assert exactness.parse(["--model", "t"]).noise == 0.05
+    assert exactness.parse(["--model", "t"]).noise == 0.125
     assert exactness.parse(["--model", "t", "--dtype", "float32"]).noise == 1e-3
 
 
