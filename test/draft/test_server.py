@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from draft.toy import VOCAB_SIZE, ToyChannel, ToyRunner, continuation, ranks_after
+from draft.toy import VOCAB_SIZE, ToyChannel, ToyRunner, continuation, patient_policy, ranks_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,13 +42,6 @@ def hello(budget: int = 8, **changes) -> Hello:
     return Hello(**(facts | changes))
 
 
-class PatientPolicy(DraftPolicy):
-    """Always drafts all K tokens, so that nothing depends on the clock."""
-
-    def answers_now(self, num_ready) -> bool:
-        return False
-
-
 class ImpatientPolicy(DraftPolicy):
     """Answers with whatever is there."""
 
@@ -72,9 +65,7 @@ class Harness:
         assert isinstance(self.sent()[0], Welcome)
         self.total = self.runner.pool.capacity()
 
-    @staticmethod
-    def make_policy(hello: Hello) -> DraftPolicy:
-        return PatientPolicy(hello.lookahead, hello.fan_out_budget, "uniform")
+    make_policy = staticmethod(patient_policy)
 
     def say(self, message, peer: bytes = PEER) -> None:
         self.channel.inbox.append(Received(peer, message))

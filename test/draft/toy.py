@@ -13,7 +13,9 @@ import torch
 
 from sglang_ssd.bridge.draft_runner import Capacity
 from sglang_ssd.draft.forking_paths import Guess
+from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.runner import Lane, Position
+from sglang_ssd.wire.messages import Hello
 
 VOCAB_SIZE = 50
 
@@ -155,3 +157,13 @@ class ToyChannel:
             return False
         self.sent.setdefault(peer, []).append(message)
         return True
+
+
+class _PatientPolicy(DraftPolicy):
+    def answers_now(self, num_ready) -> bool:
+        return False
+
+
+def patient_policy(hello: Hello) -> DraftPolicy:
+    """A policy that always drafts all K tokens and forks evenly, so that nothing depends on the clock."""
+    return _PatientPolicy(hello.lookahead, hello.fan_out_budget, "uniform")

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 
 import pytest
-from draft.toy import VOCAB_SIZE, ToyRunner, continuation, ranks_after
+from draft.toy import VOCAB_SIZE, ToyRunner, continuation, patient_policy, ranks_after
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -775,7 +775,7 @@ class Pair(RuleBasedStateMachine):
         self.runner = ToyRunner(self.num_rows, self.num_slots)
         self.all_free = self.runner.pool.capacity()
         identity = DraftIdentity("toy", "toy", self.max_sessions)
-        self.draft = DraftServer(DraftEnd(self.line), self.runner, identity)
+        self.draft = DraftServer(DraftEnd(self.line), self.runner, identity, patient_policy)
 
     def enter(self, key: RowKey, tokens: list[int], num_turns: int, rank: int) -> None:
         """A request is prefilled; its first token is the draft's candidate of this rank."""
