@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         args = parse_server_args(argv)
+        # SGLang sets up its own log only later; what is chosen before must be seen too.
+        logging.basicConfig(level=args.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%F %T")
         prepared = prepare(args)
     except ValueError as error:
         print(f"sglang_ssd: error: {error}", file=sys.stderr)
