@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from sglang_ssd.bridge.environment import parse_cores, pin_process, use_cpu_engine
+from sglang_ssd.bridge.environment import detect_device, parse_cores, pin_process, use_cpu_engine
 
 logger = logging.getLogger("sglang_ssd.draft")
 
@@ -63,7 +63,7 @@ def _serve(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-sessions {args.max_sessions}: must be 1 or more")
     if args.max_rows < args.max_sessions:
         raise ValueError(f"--max-rows {args.max_rows}: must be at least --max-sessions {args.max_sessions}")
-    device = args.device or _detect_device()
+    device = args.device or detect_device()
     if device == "cpu":
         use_cpu_engine()
         pin_process(parse_cores(args.cores, "--cores") if args.cores else sorted(os.sched_getaffinity(0)))
@@ -123,12 +123,6 @@ def _default_kv_tokens(facts, device: str) -> int | None:
         context_length=facts.context_length,
     )
     return plan.target_tokens
-
-
-def _detect_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from sglang_ssd.bridge.environment import bind_target_ranks, split_cores, use_cpu_engine
+from sglang_ssd.bridge.environment import bind_target_ranks, detect_device, split_cores, use_cpu_engine
 from sglang_ssd.draft_process import DraftProcess
 
 if TYPE_CHECKING:
@@ -166,9 +166,7 @@ def asked_device(argv: list[str]) -> str:
             return argv[i + 1]
         if argument.startswith("--device="):
             return argument.partition("=")[2]
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return detect_device()
 
 
 if __name__ == "__main__":

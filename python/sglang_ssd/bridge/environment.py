@@ -22,6 +22,13 @@ class Cores(NamedTuple):
     draft: list[int]
 
 
+def detect_device() -> str:
+    """``cuda`` where torch sees a GPU, else ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def use_cpu_engine() -> None:
     """Make SGLang serve on the CPU. Call before the first import of sglang."""
     os.environ[_CPU_ENGINE_SWITCH] = "1"

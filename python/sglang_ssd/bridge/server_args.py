@@ -16,6 +16,7 @@ import msgspec
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ssd.algorithm.saguaro import SCALES
+from sglang_ssd.bridge.environment import detect_device
 from sglang_ssd.bridge.speculative import ALGORITHM_NAME
 
 MODES = ("async", "sync", "off")
@@ -224,13 +225,6 @@ def saguaro_scales(text: str) -> tuple[float, ...]:
     if not 0.0 <= scale <= 1.0:
         raise ValueError(f"--ssd-saguaro-c {text}: must be a number in [0, 1] or auto")
     return (scale,)
-
-
-def detect_device() -> str:
-    """``cuda`` where torch sees a GPU, else ``cpu``."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class SSDOptions(NamedTuple):
