@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ssd.algorithm.saguaro import ScaleTuner
 from sglang_ssd.algorithm.target_law import SamplingLaw, add_bias, log_probs, penalise_run, probabilities
 
 VOCAB = 40
@@ -106,27 +105,3 @@ def test_nan_is_impossible_and_a_row_without_a_law_is_empty():
     logits = torch.tensor([[1.0, torch.nan, 0.0], [torch.nan, torch.nan, -torch.inf]])
     probs = probabilities(logits, [SamplingLaw(temperature=1.0)] * 2)
     assert probs[0, 1] == 0 and probs[0].sum() == pytest.approx(1) and probs[1].tolist() == [0, 0, 0]
-
-
-def test_the_scale_with_most_tokens_a_millisecond_is_kept_and_others_are_tried_again():
-    speed = {1.0: 0.01, 0.5: 0.03, 0.1: 0.02}
-    tuner = ScaleTuner(tuple(speed), trial_rounds=4, keep_rounds=8)
-    seen = []
-    for _ in range(400):
-        seen.append(tuner.c)
-        tuner.observe(3, 3 / speed[tuner.c])
-    assert set(seen) == set(speed)
-    late = seen[100:]
-    assert late.count(0.5) > 0.6 * len(late) and len(set(late)) == 3
-    speed[0.1] = 0.09
-    for _ in range(200):
-        seen.append(tuner.c)
-        tuner.observe(3, 3 / speed[tuner.c])
-    assert seen[-100:].count(0.1) > 50
-
-
-def test_one_scale_is_never_left():
-    tuner = ScaleTuner((0.3,), trial_rounds=1)
-    for _ in range(10):
-        tuner.observe(1, 1.0)
-    assert tuner.c == 0.3

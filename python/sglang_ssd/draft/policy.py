@@ -2,7 +2,7 @@
 
 Where to fork: guesses go to the positions and ranks where outcomes were found (``MeasuredFanOut``, which starts as
 Theorem 12's list). When to answer: a verifier that waits gets a shorter proposal when the next depth would cost more
-than it brings (``narrowing``).
+than it brings (``narrowing``), as long as rounds are measured to be faster that way.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sglang_ssd.algorithm.fan_out import (
     UniformFanOut,
 )
 from sglang_ssd.algorithm.narrowing import further_depths
+from sglang_ssd.algorithm.online_choice import OnlineChoice
 from sglang_ssd.wire.messages import FanOutName
 
 #: Lists are made anew after so many outcomes; between them they are looked up.
@@ -41,7 +42,9 @@ class DraftPolicy:
             prior_power_law_r=_PRIOR_POWER_LAW_R,
         )
         self._lookahead = lookahead
-        self._may_answer_short = budget > 0
+        # The rule of ``narrowing`` takes for granted that the next proposal is prepared beside the verify. A draft that is
+        # hardly faster than its target prepares nothing in that time, and one short answer would follow another.
+        self._may_answer_short = OnlineChoice((True, False) if budget else (False,), keep_rounds=512)
         self._allocator = self._make_allocator(fan_out)
         self._lists: dict[FanOutQuery, list[int]] = {}
         self._num_outcomes = 0
@@ -64,8 +67,10 @@ class DraftPolicy:
         """A verifier's round ended with ``num_tokens`` emitted, all rows together."""
         now_s = time.monotonic() if now_s is None else now_s
         if self._last_round_s is not None and now_s - self._last_round_s <= _LONGEST_ROUND_S:
+            round_ms = (now_s - self._last_round_s) * 1e3
             self._tokens_a_round.observe(num_tokens)
-            self._round_ms.observe((now_s - self._last_round_s) * 1e3)
+            self._round_ms.observe(round_ms)
+            self._may_answer_short.observe(num_tokens, round_ms)
         self._last_round_s = now_s
 
     def observe_outcome(
@@ -102,7 +107,7 @@ class DraftPolicy:
         """Whether a verifier that waits is better served by what is ready than by one more depth. ``num_ready``: tokens
         drafted in each row it waits for. Ordinary speculative decoding always drafts all K."""
         speed = self.tokens_per_ms()
-        if not self._may_answer_short or speed is None or self._depth_ms.value is None:
+        if not self._may_answer_short.current or speed is None or self._depth_ms.value is None:
             return False
         depths = further_depths(
             num_ready,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_ssd.algorithm.saguaro import ScaleTuner
+from sglang_ssd.algorithm.online_choice import OnlineChoice
 from sglang_ssd.bridge.parallel import is_first_rank
 from sglang_ssd.bridge.process import fail_start
 from sglang_ssd.bridge.scheduler import SchedulerBase
@@ -30,9 +30,9 @@ class SSDScheduler(SchedulerBase):
         if isinstance(self.draft_worker, SSDWorker):
             self.stats = VerifierStats(self.server_args.decode_log_interval, self.metrics_labels())
             client = self._connect() if is_first_rank() else None
-            self.saguaro = ScaleTuner(self.options.saguaro_scales)
+            self.saguaro_c = OnlineChoice(self.options.saguaro_scales)
             self.draft_worker.attach(
-                client, self.stats, self.options.sampling, self.saguaro, self.options.draft_temperature
+                client, self.stats, self.options.sampling, self.saguaro_c, self.options.draft_temperature
             )
 
     def _connect(self) -> DraftClient:
@@ -110,7 +110,7 @@ class SSDScheduler(SchedulerBase):
             **self.stats.snapshot(),
         }
         if self.options.sampling == "residual":
-            state["saguaro_c"] = self.saguaro.c
+            state["saguaro_c"] = self.saguaro_c.current
         if self.client is not None:
             draft = self.client.refresh_stats()
             state |= {

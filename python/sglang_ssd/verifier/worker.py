@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_ssd.algorithm.saguaro import ScaleTuner
+from sglang_ssd.algorithm.online_choice import OnlineChoice
 from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.bridge.parallel import broadcast_from_first_rank
 from sglang_ssd.bridge.requests import sampling_law
@@ -42,20 +42,20 @@ class SSDWorker(SpecWorkerBase):
         self._num_requests = 0
         self._draft_temperature: float | None = None
         self._sampling: Sampling = "shared-noise"
-        self._saguaro = ScaleTuner((1.0,))
+        self._saguaro_c = OnlineChoice((1.0,))
 
     def attach(
         self,
         client: DraftClient | None,
         stats: VerifierStats,
         sampling: Sampling,
-        saguaro: ScaleTuner,
+        saguaro_c: OnlineChoice[float],
         draft_temperature: float | None,
     ) -> None:
         """Tie the worker to its draft. ``client`` is None on all TP ranks but the first. ``draft_temperature`` replaces
         that of sampled requests on the draft's side."""
         self.client, self.stats, self._draft_temperature = client, stats, draft_temperature
-        self._sampling, self._saguaro = sampling, saguaro
+        self._sampling, self._saguaro_c = sampling, saguaro_c
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
@@ -147,7 +147,7 @@ class SSDWorker(SpecWorkerBase):
             session.new_records.append(RoundRecord(proposal.source, accepted + 1))
             outcomes.append(RowOutcome(session, accepted, tokens[accepted]))
         if self.client is not None:
-            self.client.send_outcomes(outcomes, self._saguaro.c)
+            self.client.send_outcomes(outcomes, self._saguaro_c.current)
 
     def _count(self, sessions, proposals, decision: Decision, wait_ms: float, verify_ms: float) -> None:
         if self.stats is None:
@@ -161,7 +161,7 @@ class SSDWorker(SpecWorkerBase):
             is_first and record.source == "hit" for is_first, record in zip(first, records, strict=True)
         )
         num_proposed = sum(len(proposal.token_ids) for proposal in proposals)
-        self._saguaro.observe(sum(record.accept_length for record in records), wait_ms + verify_ms)
+        self._saguaro_c.observe(sum(record.accept_length for record in records), wait_ms + verify_ms)
         self.stats.counts.malformed_laws += decision.num_malformed
         self.stats.add_round(records, sum(first), first_hits, num_proposed, wait_ms, verify_ms)
 
