@@ -16,7 +16,7 @@ def learned(outcomes, fan_out="measured", budget=8) -> DraftPolicy:
     policy = DraftPolicy(K, budget, fan_out)
     for accepted, rank in outcomes:
         policy.observe_outcome(
-            after_hit=True,
+            source="hit",
             num_proposed=K,
             num_accepted=accepted,
             bonus_rank=rank,
@@ -50,7 +50,7 @@ def test_lists_are_refreshed_as_outcomes_come():
     query = FanOutQuery(K, 8, after_hit=True)
     before = policy.allocate(query)
     for _ in range(400):
-        policy.observe_outcome(after_hit=True, num_proposed=K, num_accepted=0, bonus_rank=random.Random(1).randrange(8), hit=True)  # fmt: skip
+        policy.observe_outcome(source="hit", num_proposed=K, num_accepted=0, bonus_rank=random.Random(1).randrange(8), hit=True)  # fmt: skip
     assert policy.allocate(query) != before
 
 

@@ -9,12 +9,14 @@ from draft.toy import VOCAB_SIZE, ToyChannel, ToyRunner, continuation, patient_p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ssd.algorithm.ngram import History
 from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.server import PREFILL_CHUNK_TOKENS, DraftIdentity, DraftServer
 from sglang_ssd.wire.channel import MalformedFromPeer, Received
 from sglang_ssd.wire.messages import (
     PROTOCOL_VERSION,
     Close,
+    FallbackName,
     Hello,
     Open,
     Ping,
@@ -52,7 +54,7 @@ class ImpatientPolicy(DraftPolicy):
 class Harness:
     """A verifier that follows the protocol, with full control over when the draft gets to run."""
 
-    def __init__(self, budget: int = 8, **runner) -> None:
+    def __init__(self, budget: int = 8, fallback: FallbackName = "neural", **runner) -> None:
         self.channel, self.runner = ToyChannel(), ToyRunner(**runner)
         self.server = DraftServer(
             self.channel, self.runner, DraftIdentity("toy", "toy", max_sessions=8), self.make_policy
@@ -60,7 +62,7 @@ class Harness:
         self.tokens: dict[int, list[int]] = {}
         self.proposals: dict[int, list[int]] = {}
         self.ticket = 0
-        self.say(hello(budget))
+        self.say(hello(budget, fallback=fallback))
         self.run()
         assert isinstance(self.sent()[0], Welcome)
         self.total = self.runner.pool.capacity()
@@ -121,6 +123,8 @@ class Harness:
                 self.proposals[request] = tokens
                 if source in ("hit", "neural"):
                     assert tokens == continuation(self.tokens[request], K)
+                elif source == "ngram":
+                    assert tokens and tokens == History(self.tokens[request]).propose(K)
                 else:
                     assert tokens == []
         return sources
@@ -189,13 +193,58 @@ def test_budget_zero_is_synchronous_speculation():
         assert after.fork_forwards == after.branches_drafted == 0
 
 
+#: A prompt that repeats, and whose likeliest next tokens are not those that the repetition says.
+PATTERN = next(p for i in range(VOCAB_SIZE) if (p := [i, 1, 4, 1, 5, 9])[0] not in ranks_after(p * 2, 8))
+
+
+def test_an_ngram_backup_answers_at_once_and_is_forked_from_like_any_proposal():
+    run = Harness(fallback="ngram")
+    run.open(1, PATTERN * 2)
+    run.run()
+    run.outcome({1: (0, PATTERN[0])})
+    run.run(1)
+    assert run.take([1]) == {1: "ngram"} and run.proposals[1] == PATTERN[1 : 1 + K]
+    before = run.server.stats()
+    assert before.backup_forwards == 0
+    run.run()
+    # All of the proposal went through one forward, in the turn that answered; then the branches grow, one a depth.
+    assert run.server.stats().fork_forwards - before.fork_forwards == K
+    for accepted in range(K + 1):
+        again = Harness(fallback="ngram")
+        again.open(1, PATTERN * 2)
+        again.run()
+        again.outcome({1: (0, PATTERN[0])})
+        again.run()
+        again.take([1])
+        candidates = ranks_after(again.tokens[1] + again.proposals[1][:accepted], 3)
+        bonus = next(t for t in candidates if accepted == K or t != again.proposals[1][accepted])
+        again.outcome({1: (accepted, bonus)})
+        again.run(1)
+        assert again.take([1]) == {1: "hit"}
+
+
+def test_an_ngram_backup_without_a_match_proposes_nothing():
+    run = Harness(budget=0, fallback="ngram")
+    run.open(1, [3, 1, 4])
+    run.run()
+    run.outcome({1: (0, 7)})
+    run.run()
+    assert run.take([1]) == {1: "none"}
+    assert run.server.stats().backup_forwards == 0
+
+
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), budget=st.sampled_from([0, 1, 4, 12]), tight=st.booleans())
-def test_any_interleaving_proposes_the_drafts_own_continuation(seed, budget, tight):
+@given(
+    seed=st.integers(0, 2**32),
+    budget=st.sampled_from([0, 1, 4, 12]),
+    tight=st.booleans(),
+    fallback=st.sampled_from(["neural", "ngram", "auto"]),
+)
+def test_any_interleaving_proposes_the_drafts_own_continuation(seed, budget, tight, fallback):
     """Random outcomes, some likely, some not, arriving after any number of forwards; requests join and leave; rows
     and slots may run out. Every proposal is right, and at the end everything is free."""
     rng = random.Random(seed)
-    run = Harness(budget, num_rows=12 if tight else 128, num_slots=160 if tight else 4096)
+    run = Harness(budget, fallback, num_rows=12 if tight else 128, num_slots=160 if tight else 4096)
     next_request = 1
     for _ in range(30):
         if len(run.tokens) < 4 and rng.random() < 0.4:
@@ -229,7 +278,7 @@ def test_any_interleaving_proposes_the_drafts_own_continuation(seed, budget, tig
         assert sources.keys() == set(rows)
         for request, source in sources.items():
             if source == "unknown" or source == "none":
-                assert tight, f"{source} with room to spare"
+                assert tight or fallback != "neural", f"{source} with room to spare"
                 if source == "unknown":  # As a verifier does: open again with what is certain.
                     run.open(request, run.tokens[request])
         run.run(rng.randint(0, 6))

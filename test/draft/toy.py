@@ -133,7 +133,14 @@ class ToyRunner:
             assert path.pending, "a lane without a token"
             self.num_tokens_forwarded += len(path.pending)
             tokens = self.pool.read(path.row, path.num_cached + len(path.pending))
-            path.advance(guess_after(tokens, lane.position), lane.lookahead)
+            guesses = [
+                guess_after(
+                    tokens[: len(tokens) - back],
+                    lane.position._replace(index=lane.position.index - back),
+                )
+                for back in reversed(range(path.num_guesses))
+            ]
+            path.advance(guesses, lane.lookahead)
 
 
 class ToyChannel:
@@ -166,4 +173,4 @@ class _PatientPolicy(DraftPolicy):
 
 def patient_policy(hello: Hello) -> DraftPolicy:
     """A policy that always drafts all K tokens and forks evenly, so that nothing depends on the clock."""
-    return _PatientPolicy(hello.lookahead, hello.fan_out_budget, "uniform")
+    return _PatientPolicy(hello.lookahead, hello.fan_out_budget, "uniform", hello.fallback)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -46,6 +47,10 @@ def values(hint, num_items: int | None = None) -> st.SearchStrategy:
         return st.text(max_size=20)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
+    if isinstance(hint, UnionType):
+        return st.one_of(*(values(option) for option in get_args(hint)))
+    if hint is NoneType:
+        return st.none()
     if get_origin(hint) is list:
         sizes = dict(max_size=4) if num_items is None else dict(min_size=num_items, max_size=num_items)
         return st.lists(values(*get_args(hint)), **sizes)

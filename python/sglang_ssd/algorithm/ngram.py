@@ -7,7 +7,8 @@ whatever the length of the history; memory is bounded by a sliding window over t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 
 class NGramIndex:
@@ -72,3 +73,26 @@ class NGramIndex:
                     proposal.append(proposal[len(proposal) - period])
                 return proposal
         return []
+
+
+class History:
+    """The tokens of one request, indexed only once a proposal is asked for: most requests never need one."""
+
+    def __init__(
+        self, token_ids: Sequence[int], max_order: int = 4, min_order: int = 2, max_tokens: int = 32_768
+    ):
+        """As ``NGramIndex`` takes them."""
+        self._new = list(token_ids)
+        self._make_index = partial(NGramIndex, max_order, min_order, max_tokens)
+        self._index: NGramIndex | None = None
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append what was committed."""
+        self._new.extend(token_ids)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        """As ``NGramIndex.propose``."""
+        self._index = self._index or self._make_index()
+        self._index.extend(self._new)
+        self._new.clear()
+        return self._index.propose(num_tokens)

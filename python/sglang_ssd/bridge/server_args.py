@@ -21,6 +21,7 @@ from sglang_ssd.bridge.speculative import ALGORITHM_NAME
 
 MODES = ("async", "sync", "off")
 FAN_OUTS = ("measured", "geometric", "uniform")
+FALLBACKS = ("neural", "ngram", "auto")
 SAMPLINGS = ("shared-noise", "residual")
 #: Lookahead K and fan-out budget B where the user names none. On a CPU a draft forward takes .4 of a verify, so two
 #: depths fit beside it; published GPU pairs have room for four.
@@ -34,6 +35,7 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
     ssd_mode: str = "async"
     ssd_fan_out_budget: int | None = None
     ssd_fan_out: str = "measured"
+    ssd_fallback: str = "neural"
     ssd_draft_endpoint: str | None = None
     ssd_target_cores: str | None = None
     ssd_draft_cores: str | None = None
@@ -72,6 +74,13 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
         default="measured",
         help="How the budget is spread over positions. uniform: evenly. geometric: Theorem 12 with measured acceptance. "
         "measured: by the hit rates seen at each position and rank (starts as geometric).",
+    )
+    add(
+        "--ssd-fallback",
+        choices=FALLBACKS,
+        default="neural",
+        help="Who answers a miss. neural: the draft model, while the row waits. ngram: the longest match in the request's "
+        "own tokens, at once. auto: by batch size, from measured times and hit rates (Theorem 17).",
     )
     add(
         "--ssd-draft-endpoint",
@@ -233,6 +242,7 @@ class SSDOptions(NamedTuple):
     mode: str
     fan_out_budget: int
     fan_out: str
+    fallback: str
     draft_endpoint: str | None
     sampling: str
     saguaro_scales: tuple[float, ...]
@@ -250,6 +260,7 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
             args.ssd_mode,
             0 if args.ssd_mode == "sync" else args.ssd_fan_out_budget,
             args.ssd_fan_out,
+            args.ssd_fallback,
             args.ssd_draft_endpoint,
             args.ssd_sampling,
             saguaro_scales(args.ssd_saguaro_c),
@@ -262,7 +273,8 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
     return SSDOptions(
         "async",
         DEFAULT_FAN_OUT_BUDGET["cpu" if args.device == "cpu" else "cuda"],
-        "measured",
+        own["ssd_fan_out"],
+        own["ssd_fallback"],
         os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT"),
         "shared-noise",
         (1.0,),

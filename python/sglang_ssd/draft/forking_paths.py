@@ -68,13 +68,26 @@ class Path:
     q: list[SparseLaw | None] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)
 
-    def advance(self, guess: Guess, lookahead: int) -> None:
-        """Take in a forward of all pending tokens. ``guess``: what the draft thinks of the token after them."""
+    @property
+    def num_guesses(self) -> int:
+        """Guesses that a forward of the pending tokens owes, one after each of the last so many tokens. More than one
+        where tokens were proposed without the model."""
+        return len(self.drafted) - len(self.ranks) + 1
+
+    def advance(self, guesses: Sequence[Guess], lookahead: int) -> None:
+        """Take in a forward of all pending tokens. ``guesses``: what the draft thinks of the tokens after the last
+        ``num_guesses`` of them."""
         self.num_cached += len(self.pending)
         self.pending = []
-        self.ranks.append(guess.ranks)
+        self.ranks.extend(guess.ranks for guess in guesses)
         if len(self.drafted) < lookahead:
-            self.draft(guess)
+            self.draft(guesses[-1])
+
+    def propose(self, token_ids: Sequence[int]) -> None:
+        """Propose tokens that the model did not draft; the next forward takes them all."""
+        self.drafted.extend(token_ids)
+        self.q.extend([None] * len(token_ids))
+        self.pending.extend(token_ids)
 
     def draft(self, guess: Guess) -> None:
         """Propose the guessed token; the next forward takes it."""

@@ -1,16 +1,19 @@
-"""What one verifier's rounds teach the draft, and the two decisions that follow from it.
+"""What one verifier's rounds teach the draft, and the decisions that follow from it.
 
 Where to fork: guesses go to the positions and ranks where outcomes were found (``MeasuredFanOut``, which starts as
 Theorem 12's list). When to answer: a verifier that waits gets a shorter proposal when the next depth would cost more
-than it brings (``narrowing``), as long as rounds are measured to be faster that way.
+than it brings (``narrowing``), as long as rounds are measured to be faster that way. Who answers a miss: the model, or
+a suffix match that takes no time (Theorem 17).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
 from sglang_ssd.algorithm.acceptance import Ewma, SpeculationEstimator
+from sglang_ssd.algorithm.fallback import Fallback, choose_fallback, fallback_threshold
 from sglang_ssd.algorithm.fan_out import (
     Allocator,
     FanOutQuery,
@@ -20,7 +23,8 @@ from sglang_ssd.algorithm.fan_out import (
 )
 from sglang_ssd.algorithm.narrowing import further_depths
 from sglang_ssd.algorithm.online_choice import OnlineChoice
-from sglang_ssd.wire.messages import FanOutName
+from sglang_ssd.algorithm.theory import expected_tokens
+from sglang_ssd.wire.messages import FallbackName, FanOutName, Source
 
 #: Lists are made anew after so many outcomes; between them they are looked up.
 _REFRESH_OUTCOMES = 32
@@ -31,9 +35,15 @@ _PRIOR_ACCEPTANCE, _PRIOR_POWER_LAW_R = 0.7, 1.0
 
 
 class DraftPolicy:
-    """Decisions for one verifier. ``fan_out`` names the allocator."""
+    """Decisions for one verifier. ``fan_out`` names the allocator, ``fallback`` who answers misses."""
 
-    def __init__(self, lookahead: int, budget: int, fan_out: FanOutName = "measured") -> None:
+    def __init__(
+        self,
+        lookahead: int,
+        budget: int,
+        fan_out: FanOutName = "measured",
+        fallback: FallbackName = "neural",
+    ) -> None:
         self.estimator = SpeculationEstimator(
             max_lookahead=lookahead,
             max_rank=max(1, budget),
@@ -50,6 +60,11 @@ class DraftPolicy:
         self._num_outcomes = 0
         self._tokens_a_round, self._round_ms = Ewma(_HALF_LIFE_ROUNDS), Ewma(_HALF_LIFE_ROUNDS)
         self._depth_ms = Ewma(_HALF_LIFE_ROUNDS)
+        self._is_fallback_fixed = fallback != "auto"
+        self._fallback = Fallback.NGRAM if fallback == "ngram" else Fallback.NEURAL
+        #: Rounds in which no row waited for the model.
+        self._free_round_ms = Ewma(_HALF_LIFE_ROUNDS)
+        self._is_waiting = False
         self._last_round_s: float | None = None
 
     def _make_allocator(self, fan_out: FanOutName) -> Allocator:
@@ -71,16 +86,18 @@ class DraftPolicy:
             self._tokens_a_round.observe(num_tokens)
             self._round_ms.observe(round_ms)
             self._may_answer_short.observe(num_tokens, round_ms)
+            if not self._is_waiting:
+                self._free_round_ms.observe(round_ms)
         self._last_round_s = now_s
 
     def observe_outcome(
-        self, *, after_hit: bool, num_proposed: int, num_accepted: int, bonus_rank: int | None, hit: bool
+        self, *, source: Source, num_proposed: int, num_accepted: int, bonus_rank: int | None, hit: bool
     ) -> None:
-        """One row's outcome, and the rank that its bonus token had among the candidates."""
+        """One row's outcome, and the rank that its bonus token had among the candidates. ``source``: who proposed."""
         if num_proposed == 0:
             return  # A first token: it says nothing of later positions.
         self.estimator.observe_round(
-            source="hit" if after_hit else "neural",
+            source=source,
             num_proposed=num_proposed,
             num_accepted=num_accepted,
             bonus_rank=bonus_rank,
@@ -94,6 +111,21 @@ class DraftPolicy:
         """One forward that a verifier waited for."""
         self._depth_ms.observe(ms)
         self.estimator.observe_draft_depth(ms, num_rows)
+
+    def observe_waiting(self, is_waiting: bool) -> None:
+        """Whether rows of the round that just came wait for the model."""
+        self._is_waiting = is_waiting
+
+    def observe_ngram(self, proposal: Sequence[int], committed: Sequence[int]) -> None:
+        """What the n-gram backup would have proposed where the model did, and what was committed then."""
+        if proposal:
+            matches = (i for i, (a, b) in enumerate(zip(proposal, committed, strict=False)) if a != b)
+            num_matching = next(matches, min(len(proposal), len(committed)))
+            self.estimator.observe_tokens("ngram", min(num_matching, self._lookahead) + 1)
+
+    def observe_ngram_ms(self, ms: float) -> None:
+        """One look-up of the n-gram backup."""
+        self.estimator.observe_backup("ngram", ms)
 
     # -- what follows from it ------------------------------------------------------------------------------------
 
@@ -117,6 +149,44 @@ class DraftPolicy:
             tokens_per_ms=speed,
         )
         return depths == 0
+
+    @property
+    def compares_fallbacks(self) -> bool:
+        """Whether the backup that is not in use should be asked as well, so that it can be compared."""
+        return not self._is_fallback_fixed
+
+    def choose_fallback(self, batch_size: int) -> Fallback:
+        """Who answers the misses of a round of so many rows."""
+        if not self._is_fallback_fixed and (threshold := self._threshold()) is not None:
+            self._fallback = choose_fallback(self._fallback, batch_size, threshold)
+        return self._fallback
+
+    def fallback_threshold(self) -> float | None:
+        """b* of Theorem 17 for the measured times; None while something was not measured, and where it is infinite."""
+        threshold = self._threshold()
+        return None if threshold is None or math.isinf(threshold) else threshold
+
+    def _threshold(self) -> float | None:
+        estimator, depth_ms = self.estimator, self._depth_ms.value
+        round_ms = self._free_round_ms.value
+        hit_rate = estimator.snapshot().hit_rate
+        if depth_ms is None or hit_rate is None:
+            return None
+        if round_ms is None:  # Some row has waited in every round.
+            if self._round_ms.value is None:
+                return None
+            round_ms = max(depth_ms, self._round_ms.value - self._lookahead * depth_ms)
+        by_model = expected_tokens(estimator.draft_acceptance(), self._lookahead)
+        slow_ms = self._lookahead * depth_ms
+        return fallback_threshold(
+            hit_rate=min(1.0, hit_rate),
+            tokens_hit=by_model,
+            tokens_miss_slow=by_model,
+            tokens_miss_fast=estimator.tokens_per_round("ngram") or 1.0,
+            slow_ms=slow_ms,
+            fast_ms=min(slow_ms, estimator.backup_ms("ngram") or 0.0),
+            round_ms=round_ms,
+        )
 
     def tokens_per_ms(self) -> float | None:
         """The verifier's speed, all requests together; None before it is known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ class Position(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A path that goes through the next forward, and the position that is guessed after its pending tokens.
+    """A path that goes through the next forward, and the position that is guessed after its last pending token.
     ``base_row`` is its request's main row."""
 
     path: Path
@@ -91,23 +92,26 @@ class DraftRunner:
         from sglang_ssd.bridge.cpu_attention import ForkLayout
 
         lanes = sorted(lanes, key=lambda lane: lane.base_row)
-        rows, positions, tokens, shared_lens, ends = [], [], [], [], []
+        rows, positions, tokens, shared_lens = [], [], [], []
+        guessed_rows, guessed_positions = [], []
         sizes: dict[int, int] = {}
-        for path, base_row, *_ in lanes:
+        for path, base_row, last, _ in lanes:
             for offset, token in enumerate(path.pending):
                 position = path.num_cached + offset
                 rows.append(path.row)
                 positions.append(position)
                 tokens.append(token)
                 shared_lens.append(path.num_shared if path.row != base_row else position + 1)
-            ends.append(len(rows) - 1)
+            for back in reversed(range(path.num_guesses)):
+                guessed_rows.append(len(rows) - 1 - back)
+                guessed_positions.append(last._replace(index=last.index - back))
             sizes[base_row] = sizes.get(base_row, 0) + len(path.pending)
         logits = self._model.decode(
             rows, positions, tokens, ForkLayout(list(sizes.values()), list(sizes), shared_lens)
         )
-        guesses = self._guess(logits[ends], [lane.position for lane in lanes])
-        for lane, guess in zip(lanes, guesses, strict=True):
-            lane.path.advance(guess, lane.lookahead)
+        guesses = iter(self._guess(logits[guessed_rows], guessed_positions))
+        for lane in lanes:
+            lane.path.advance(list(islice(guesses, lane.path.num_guesses)), lane.lookahead)
 
     def _guess(self, logits: torch.Tensor, positions: list[Position]) -> list[Guess]:
         """What the draft thinks of the tokens at these positions. logits: float [rows, V], one row a position."""

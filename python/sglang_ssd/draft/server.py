@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from sglang_ssd.algorithm.fallback import Fallback
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
 from sglang_ssd.draft.policy import DraftPolicy
@@ -133,14 +134,17 @@ class DraftServer:
             **msgspec.structs.asdict(self._counts),
         )
 
-    def _estimates(self) -> dict[str, float]:
-        """What the verifiers' rounds taught, the mean over verifiers."""
+    def _estimates(self) -> dict[str, float | None]:
+        """What the verifiers' rounds taught: the mean over verifiers, and the lowest threshold of them."""
         policies = [peer.policy for peer in self._peers.values()]
         if not policies:
             return {}
         return {
             "acceptance": fmean(policy.acceptance() for policy in policies),
             "power_law_r": fmean(policy.estimator.power_law_r(after_hit=True) for policy in policies),
+            "fallback_threshold": min(
+                (b for policy in policies if (b := policy.fallback_threshold()) is not None), default=None
+            ),
         }
 
     # -- receive -------------------------------------------------------------------------------------------------
@@ -278,7 +282,14 @@ class DraftServer:
             return
         law = DraftLaw(message.temperature, message.seed, hello.sampling)
         peer.sessions[message.request] = Session(
-            key, main, law, hello.lookahead, hello.fan_out_budget, self._paths, peer.policy.allocate
+            key,
+            message.token_ids,
+            main,
+            law,
+            hello.lookahead,
+            hello.fan_out_budget,
+            self._paths,
+            peer.policy.allocate,
         )
 
     def _fits(self, token_ids: list[int], lookahead: int) -> bool:
@@ -294,6 +305,7 @@ class DraftServer:
         """Look every outcome up; what needs no forward is answered in this turn."""
         unanswerable: list[tuple[int, Source]] = []
         self._counts.rounds += 1
+        missed: list[Session] = []
         peer.policy.observe_round(sum(message.num_accepted) + len(message.num_accepted))
         peer.saguaro_c = message.saguaro_c if 0.0 <= message.saguaro_c <= 1.0 else 1.0
         for row, key in enumerate(message.keys()):
@@ -316,11 +328,12 @@ class DraftServer:
             if len(session.cache) and not session.is_cache_complete:
                 self._counts.early_outcomes += 1
             known = {
-                "after_hit": session.after_hit,
+                "source": session.source,
                 "num_proposed": len(session.main.drafted),
                 "num_accepted": outcome.num_accepted,
                 "bonus_rank": session.bonus_rank(outcome),
             }
+            peer.policy.observe_ngram(session.ngram_instead, session.committed(outcome))
             hit = session.take_outcome(outcome, Due(message.ticket, row, "neural"))
             peer.policy.observe_outcome(**known, hit=hit)
             self._counts.hits += hit
@@ -332,13 +345,37 @@ class DraftServer:
                 # The verifier is ahead of a long prompt: it does not wait for it.
                 session.answered()
                 unanswerable.append((row, "none"))
+            elif not hit and not session.needs_prefill:
+                missed.append(session)
             if not self._has_context(session.main.length, session.lookahead):
                 if session.due is not None:
                     unanswerable.append((row, "none"))
                 self._deny(peer, session)
+        unanswerable += self._back_up(peer, missed, len(message.requests))
         if unanswerable:
             rows, sources = zip(*unanswerable, strict=True)
             self._send(peer_id, Proposal(message.ticket, list(rows), list(sources), [[] for _ in rows]))
+
+    def _back_up(self, peer: Peer, missed: list[Session], batch_size: int) -> list[tuple[int, Source]]:
+        """Answer these misses from the requests' own tokens where that is the better backup; otherwise the model drafts
+        for them next. Returns the rows that get nothing."""
+        missed = [session for session in missed if session.due is not None]
+        policy, nothing = peer.policy, []
+        by_ngram = policy.choose_fallback(batch_size) is Fallback.NGRAM
+        for session in missed if by_ngram or policy.compares_fallbacks else []:
+            started = time.perf_counter()
+            token_ids = session.ngram_proposal()
+            policy.observe_ngram_ms((time.perf_counter() - started) * 1e3)
+            if not by_ngram:
+                session.ngram_instead = token_ids
+            elif token_ids:
+                session.answer_by_ngram(token_ids)
+                self._counts.ngram_answers += 1
+            else:
+                nothing.append((session.due.row, "none"))
+                session.answered()
+        policy.observe_waiting(bool(missed) and not by_ngram)
+        return nothing
 
     def _close(self, peer: Peer, message: Close) -> None:
         for request, generation in zip(message.requests, message.generations, strict=True):
@@ -509,7 +546,7 @@ class DraftServer:
 
 def policy_for(hello: Hello) -> DraftPolicy:
     """What a verifier asked for."""
-    return DraftPolicy(hello.lookahead, hello.fan_out_budget, hello.fan_out)
+    return DraftPolicy(hello.lookahead, hello.fan_out_budget, hello.fan_out, hello.fallback)
 
 
 def proposal(ticket: int, rows: list[int], sources: list[Source], paths: list[Path]) -> Proposal:
@@ -534,6 +571,7 @@ class _Counts(msgspec.Struct):
     hits: int = 0
     early_outcomes: int = 0
     short_answers: int = 0
+    ngram_answers: int = 0
     forwards: int = 0
     fork_forwards: int = 0
     backup_forwards: int = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_ssd.algorithm.fan_out import Allocator, FanOutQuery
+from sglang_ssd.algorithm.ngram import History
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Guess, Path
 from sglang_ssd.draft.runner import DraftLaw
@@ -29,6 +31,7 @@ class Session:
     def __init__(
         self,
         key: RowKey,
+        token_ids: Sequence[int],
         main: Path,
         law: DraftLaw,
         lookahead: int,
@@ -44,12 +47,20 @@ class Session:
         self.cache = SpeculationCache()
         self.due: Due | None = None
         self._paths = paths
-        self.after_hit = False
+        self.source: Source = "none"
+        self._history = History(token_ids)
+        #: What the n-gram backup would have proposed in place of the proposal under verification.
+        self.ngram_instead: list[int] = []
         self._allocate = allocate
         self._forked: set[int] = set()
         self._is_prefilled = False
 
     # -- where it stands -----------------------------------------------------------------------------------------
+
+    @property
+    def after_hit(self) -> bool:
+        """Whether the proposal under verification came from the cache."""
+        return self.source == "hit"
 
     @property
     def needs_prefill(self) -> bool:
@@ -97,7 +108,7 @@ class Session:
         if self.due is not None or not self._is_prefilled or not self.budget:
             return []
         lanes = [branch for branch in self.cache.branches() if len(branch.drafted) < self.lookahead]
-        if len(self.main.ranks) == len(self.main.drafted):
+        if len(self.main.ranks) <= len(self.main.drafted):
             lanes.insert(0, self.main)
         return lanes
 
@@ -131,6 +142,8 @@ class Session:
 
     def take_outcome(self, outcome: Outcome, due: Due) -> bool:
         """The verifier's outcome arrived. True when a branch stood for it; ``due.source`` is set accordingly."""
+        self._history.extend(self.committed(outcome))
+        self.ngram_instead = []
         if not self._is_prefilled:
             self.main.pending.append(outcome.bonus_token)
             self.main.length += 1
@@ -144,6 +157,19 @@ class Session:
             self._paths.rewind(self.main, *outcome)
         self.due = due._replace(source="hit" if winner else "neural")
         return winner is not None
+
+    def committed(self, outcome: Outcome) -> list[int]:
+        """The tokens that this outcome commits."""
+        return [*self.main.drafted[: outcome.num_accepted], outcome.bonus_token]
+
+    def ngram_proposal(self) -> list[int]:
+        """K tokens after the longest earlier occurrence of the latest ones, [] where there is none."""
+        return self._history.propose(self.lookahead)
+
+    def answer_by_ngram(self, token_ids: list[int]) -> None:
+        """Let these tokens be the answer that is owed."""
+        self.main.propose(token_ids)
+        self.due = self.due._replace(source="ngram")
 
     def fork(self) -> tuple[int, int]:
         """Open branches for the positions whose candidates are known by now. Returns (opened, denied)."""
@@ -164,7 +190,7 @@ class Session:
         return num_opened, num_denied
 
     def answered(self) -> None:
-        self.after_hit = self.due.source == "hit"
+        self.source = self.due.source
         self.due = None
         self._forked.clear()
 

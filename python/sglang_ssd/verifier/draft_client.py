@@ -120,6 +120,8 @@ class DraftClient:
             if self._unanswered_since_s is None:
                 self._unanswered_since_s = now
             elif now - self._unanswered_since_s > DOWN_AFTER_S:
+                # Nothing more is queued for it; what it then still holds is freed when it is greeted.
+                self._start_over("it does not answer")
                 self._become("down")
 
     def refresh_stats(self, timeout_s: float = 0.2) -> DraftStats:
@@ -216,8 +218,9 @@ class DraftClient:
             return
         for session in late:
             session.ticket = None
-        self._count(timeouts=1)
         if self.state == "alive":
+            # Only here was anything waited for.
+            self._count(timeouts=1)
             self._become("degraded")
 
     def _forget_settled_tickets(self) -> None:

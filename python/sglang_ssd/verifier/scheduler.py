@@ -50,6 +50,7 @@ class SSDScheduler(SchedulerBase):
             target_model=facts.model_name,
             sampling=options.sampling,
             fan_out=options.fan_out,
+            fallback=options.fallback,
         )
         try:
             client = DraftClient(options.draft_endpoint, hello, options.round_timeout_ms)

@@ -105,7 +105,14 @@ class SSDWorker(SpecWorkerBase):
         if self.client is not None:
             known = [session for session in sessions if session is not None]
             by_session = dict(zip(known, self.client.collect(known), strict=True))
-            proposals = [by_session.get(session, NOTHING_PROPOSED) for session in sessions]
+            proposals = [
+                NOTHING_PROPOSED
+                if session is None
+                else by_session[session]
+                if session.is_held
+                else session.propose_ngram(self.lookahead)
+                for session in sessions
+            ]
         return broadcast_from_first_rank(proposals)
 
     def _decide(

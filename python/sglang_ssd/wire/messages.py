@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 #: More than anybody drafts; a draft sizes its estimators by what a verifier asks for.
 MAX_LOOKAHEAD, MAX_FAN_OUT_BUDGET = 64, 1024
 
@@ -25,6 +25,9 @@ CloseReason = Literal["finished", "aborted", "retracted"]
 Sampling = Literal["shared-noise", "residual"]
 #: How guesses are spread over the positions of a proposal.
 FanOutName = Literal["uniform", "geometric", "measured"]
+#: Who answers a miss. ``neural``: the draft model, while the row waits. ``ngram``: a suffix match in the request's own
+#: tokens, at once. ``auto``: whichever Theorem 17 says is faster at the batch size of the round.
+FallbackName = Literal["neural", "ngram", "auto"]
 
 
 class RowKey(NamedTuple):
@@ -54,6 +57,7 @@ class Hello(_Message):
     target_model: str
     sampling: Sampling = "shared-noise"
     fan_out: FanOutName = "measured"
+    fallback: FallbackName = "neural"
 
 
 class Welcome(_Message):
@@ -146,7 +150,8 @@ class Pong(_Message):
 
 
 class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Counters of one draft process since it started. Times are sums in milliseconds."""
+    """Counters of one draft process since it started. Times are sums in milliseconds. ``fallback_threshold`` is the batch
+    size b* of Theorem 17 from which on n-gram backups are faster; None while unknown or never."""
 
     num_sessions: int = 0
     num_branch_rows: int = 0
@@ -174,6 +179,8 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     prefill_ms: float = 0.0
     acceptance: float = 0.0
     power_law_r: float = 0.0
+    ngram_answers: int = 0
+    fallback_threshold: float | None = None
 
 
 ToDraft = Hello | Open | Round | Close | Ping | Pong | Refuse
