@@ -20,20 +20,28 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import options
 from measurement import MODES, Measurement, comparison, median, summarize, theorem_7
-from report import RESULTS, chat_token_ids, format_table, machine_facts, read_prompts, write_json
-from serving import Server, ServerFailed, serving
+from report import (
+    chat_token_ids,
+    format_table,
+    machine_facts,
+    new_figure,
+    read_prompts,
+    save_figure,
+    write_json,
+)
+from serving import Server, serving
 from tqdm import tqdm
 
 from sglang_ssd.bridge.environment import parse_cores, split_cores
-from sglang_ssd.demo_models import DRAFT, TARGET, models_dir
+from sglang_ssd.test_pair import PairPaths
 
 NUM_WARM_UPS = 2
 ACCOUNTINGS = ("same_target_cores", "same_total_cores")
@@ -71,23 +79,13 @@ def server_arguments(setup: Setup, args: argparse.Namespace) -> list[str]:
     def listed(cores: Sequence[int]) -> str:
         return ",".join(map(str, cores))
 
-    arguments = [
-        "--device",
-        "cpu",
-        "--model-path",
-        args.model,
-        "--ssd-target-cores",
-        listed(setup.target_cores),
-    ]
-    if setup.mode == "plain":
-        arguments += ["--ssd-mode", "off"]
-    else:
-        arguments += ["--ssd-mode", setup.mode, "--speculative-draft-model-path", args.draft]
+    mode = "off" if setup.mode == "plain" else setup.mode
+    arguments = options.server_arguments(
+        PairPaths(Path(args.model), Path(args.draft)), mode, lookahead=args.lookahead, budget=args.budget
+    )
+    arguments += ["--ssd-target-cores", listed(setup.target_cores)]
+    if mode != "off":
         arguments += ["--ssd-draft-cores", listed(setup.draft_cores)]
-        if args.lookahead is not None:
-            arguments += ["--speculative-num-steps", str(args.lookahead)]
-        if args.budget is not None:
-            arguments += ["--ssd-fan-out-budget", str(args.budget)]
     return arguments + shlex.split(args.server_args)
 
 
@@ -106,12 +104,7 @@ def measure(
 
 
 def plot(path: Path, results: dict[str, dict[str, Measurement]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = new_figure()
     for i, mode in enumerate(MODES):
         speeds = [results[accounting][mode].tokens_per_s for accounting in ACCOUNTINGS]
         bars = axes.bar(
@@ -121,8 +114,7 @@ def plot(path: Path, results: dict[str, dict[str, Measurement]]) -> None:
     axes.set_xticks(range(len(ACCOUNTINGS)), [accounting.replace("_", " ") for accounting in ACCOUNTINGS])
     axes.set_ylabel("tokens a second")
     axes.legend()
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,19 +125,19 @@ def main(argv: list[str] | None = None) -> int:
     setups = list(dict.fromkeys(setup for modes in accountings.values() for setup in modes.values()))
     facts, prompts = machine_facts(), chat_token_ids(args.model, read_prompts())
     measured: dict[Setup, list[Measurement]] = {setup: [] for setup in setups}
-    options: dict[str, Any] = {}
+    served: dict[str, Any] = {}
     for repeat in range(args.repeat):
         for setup in setups:
             label = (
                 f"{setup.mode} on {'+'.join(map(str, setup.target_cores))}, repeat {repeat + 1}/{args.repeat}"
             )
-            log = args.out.parent / "local" / f"e2e-{setup.mode}-{len(setup.target_cores)}-{repeat + 1}.log"
+            log = options.log_path(args.out, f"{setup.mode}-{len(setup.target_cores)}-{repeat + 1}")
             with serving(server_arguments(setup, args), log, label) as server:
                 warm_ups = prompts[-NUM_WARM_UPS:]
                 measured[setup].append(measure(server, prompts[: args.num_prompts], warm_ups, args, label))
                 if setup.mode == "async":
-                    options = served_options(server)
-    report(args, facts, options, accountings, measured)
+                    served = served_options(server)
+    report(args, facts, served, accountings, measured)
     return 0
 
 
@@ -159,7 +151,7 @@ def served_options(server: Server) -> dict[str, Any]:
     }
 
 
-def report(args, facts, options, accountings, measured: dict[Setup, list[Measurement]]) -> None:
+def report(args, facts, served, accountings, measured: dict[Setup, list[Measurement]]) -> None:
     medians = {setup: median(of_repeats) for setup, of_repeats in measured.items()}
     results = {
         name: {mode: medians[setup] for mode, setup in modes.items()} for name, modes in accountings.items()
@@ -206,62 +198,28 @@ def report(args, facts, options, accountings, measured: dict[Setup, list[Measure
         "speed_ups": comparisons,
         "theorem_7": prediction._asdict() if prediction else None,
         "machine": facts,
-        "served": options,
-        # By name: where the models and the results lie on this machine says nothing.
-        "arguments": vars(args)
-        | {"model": Path(args.model).name, "draft": Path(args.draft).name, "out": args.out.name},
+        "served": served,
+        "arguments": options.arguments_as_json(args),
     }
     write_json(args.out, value)
     plot(args.out.with_suffix(".png"), results)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmark/e2e.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    parser = options.Parser("e2e", __doc__)
+    parser.add_models()
     num_prompts = len(read_prompts()) - NUM_WARM_UPS
-    add("--model", default=str(models_dir() / TARGET.name), help="target (default: the demo pair's)")
-    add("--draft", default=str(models_dir() / DRAFT.name), help="draft (default: the demo pair's)")
-    add(
-        "--num-prompts",
-        type=int,
-        default=10,
-        help=f"prompts of prompts.json, 1 to {num_prompts} (default: 10)",
-    )
-    add("--max-tokens", type=int, default=64, help="tokens a prompt at most (default: 64)")
-    add("--lookahead", type=int, help="K (default: the server's own)")
-    add("--budget", type=int, help="fan-out budget B (default: the server's own)")
-    add("--concurrency", type=int, default=1, help="requests at a time; Theorem 7 is told for 1 (default: 1)")
-    add(
-        "--repeat",
-        type=int,
-        default=1,
-        help="times each mode is measured, in turns; medians are told (default: 1)",
-    )
+    parser.add_count("--num-prompts", 10, f"prompts of prompts.json, 1 to {num_prompts}", highest=num_prompts)
+    parser.add_count("--max-tokens", 64, "tokens a prompt at most")
+    parser.add_speculation()
+    parser.add_count("--concurrency", 1, "requests at a time; Theorem 7 is told for 1")
+    parser.add_count("--repeat", 1, "times each mode is measured, in turns; medians are told")
+    add = parser.add_argument
     add("--target-cores", help="of the split, such as 0-3 (default: all that the draft leaves)")
     add("--draft-cores", help="of the split (default: the last core)")
     add("--server-args", default="", help="further flags of every server, in one string")
-    add(
-        "--out",
-        type=Path,
-        default=RESULTS / "e2e.json",
-        help="JSON; the plot lies beside it (default: %(default)s)",
-    )
+    parser.add_out("e2e.json", "; the plot lies beside it")
     args = parser.parse_args(argv)
-    for option, value, highest in (
-        ("--num-prompts", args.num_prompts, num_prompts),
-        ("--max-tokens", args.max_tokens, None),
-        ("--concurrency", args.concurrency, None),
-        ("--repeat", args.repeat, None),
-    ):
-        if value < 1 or (highest is not None and value > highest):
-            parser.error(
-                f"{option} {value}: must be 1 or more" + (f" and at most {highest}" if highest else "")
-            )
-    for option, path in (("--model", args.model), ("--draft", args.draft)):
-        if Path(path).is_absolute() and not Path(path).is_dir():
-            parser.error(f"{option} {path}: no such folder (the demo pair comes with `make models`)")
     try:
         for option, cores in (("--target-cores", args.target_cores), ("--draft-cores", args.draft_cores)):
             if cores:
@@ -272,7 +230,4 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ServerFailed as error:
-        sys.exit(f"e2e: error: {error}")
+    options.run_script(main, "e2e")

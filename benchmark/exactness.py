@@ -9,17 +9,13 @@ exit code is 1 when a margin is above --noise, or the other token is not the tar
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
-from report import RESULTS, chat_token_ids, format_table, machine_facts, read_prompts, write_json
-from serving import Server, ServerFailed, serving
+import options
+from measurement import first_difference
+from report import chat_token_ids, format_table, machine_facts, read_prompts, write_json
+from serving import Server, serving
 from tqdm import tqdm
-
-from sglang_ssd.demo_models import DRAFT, TARGET, models_dir
-from sglang_ssd.test_pair import write_pair
 
 #: Mode of each run. Plain is the last: its server tells the margins.
 RUNS = {"async": "async", "async again": "async", "sync": "sync", "plain": "off"}
@@ -43,13 +39,6 @@ class Divergence(NamedTuple):
         return self.is_near_tie and self.margin <= noise
 
 
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    """The first position at which two token lists differ, the end of the shorter one included; None if equal."""
-    if a == b:
-        return None
-    return next((i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))
-
-
 def diverge(server: Server, run: str, number: int, prompt: list[int], plain: list[int], other: list[int]):
     """The first divergence of ``other``, with the margin that the plain server gives; None when there is none."""
     position = first_difference(plain, other)
@@ -63,15 +52,14 @@ def diverge(server: Server, run: str, number: int, prompt: list[int], plain: lis
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        model, draft = args.model, args.draft
-        if args.pair == "test":
-            model, draft = map(str, write_pair(Path(folder)))
-        facts, prompts = machine_facts(), chat_token_ids(model, read_prompts()[: args.num_prompts])
+    with options.pair_folders(args) as pair:
+        facts, prompts = machine_facts(), chat_token_ids(str(pair.target), read_prompts()[: args.num_prompts])
         outputs: dict[str, list[list[int]]] = {}
         for run, mode in RUNS.items():
-            log = args.out.parent / "local" / f"exactness-{args.pair}-{run.replace(' ', '-')}.log"
-            with serving(server_arguments(mode, model, draft, args), log, run) as server:
+            arguments = options.server_arguments(
+                pair, mode, dtype=args.dtype, lookahead=args.lookahead, budget=args.budget
+            )
+            with serving(arguments, options.log_path(args.out, run), run) as server:
                 outputs[run] = [
                     server.generate(prompt, args.max_tokens).output_ids
                     for prompt in tqdm(prompts, desc=run, unit="prompt")
@@ -83,17 +71,6 @@ def main(argv: list[str] | None = None) -> int:
                         for i, prompt in enumerate(prompts)
                     ]
     return report(args, facts, outputs, [divergence for divergence in found if divergence is not None])
-
-
-def server_arguments(mode: str, model: str, draft: str, args: argparse.Namespace) -> list[str]:
-    arguments = ["--device", "cpu", "--model-path", model, "--dtype", args.dtype, "--ssd-mode", mode]
-    if mode != "off":
-        arguments += ["--speculative-draft-model-path", draft]
-        if args.lookahead is not None:
-            arguments += ["--speculative-num-steps", str(args.lookahead)]
-        if args.budget is not None:
-            arguments += ["--ssd-fan-out-budget", str(args.budget)]
-    return arguments
 
 
 def report(args, facts, outputs: dict[str, list[list[int]]], divergences: list[Divergence]) -> int:
@@ -127,55 +104,31 @@ def report(args, facts, outputs: dict[str, list[list[int]]], divergences: list[D
             "divergences": [divergence._asdict() for divergence in divergences],
             "output_ids": outputs,
             "machine": facts,
-            "arguments": vars(args)
-            | {"model": Path(args.model).name, "draft": Path(args.draft).name, "out": args.out.name},
+            "arguments": options.arguments_as_json(args),
         },
     )
     return 1 if bad else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmark/exactness.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = options.Parser("exactness", __doc__)
+    parser.add_pair("demo")
     add = parser.add_argument
-    add(
-        "--pair",
-        choices=("demo", "test"),
-        default="demo",
-        help="test: a tiny float32 pair, written for this run",
-    )
-    add("--model", default=str(models_dir() / TARGET.name), help="target of --pair demo")
-    add("--draft", default=str(models_dir() / DRAFT.name), help="draft of --pair demo")
     add("--dtype", choices=tuple(NOISE), help="of the target (default: bfloat16 for demo, float32 for test)")
     add(
         "--noise",
         type=float,
         help=f"largest margin in nats that rounding explains (default: by dtype, {NOISE})",
     )
-    add("--num-prompts", type=int, default=10, help="prompts of prompts.json (default: 10)")
-    add("--max-tokens", type=int, default=128, help="tokens a prompt at most (default: 128)")
-    add("--lookahead", type=int, help="K (default: the server's own)")
-    add("--budget", type=int, help="fan-out budget B (default: the server's own)")
-    add("--out", type=Path, help="JSON (default: exactness-PAIR.json in benchmark/results)")
+    parser.add_count("--num-prompts", 10, "prompts of prompts.json", highest=len(read_prompts()))
+    parser.add_count("--max-tokens", 128, "tokens a prompt at most")
+    parser.add_speculation()
+    parser.add_out("exactness-PAIR.json")
     args = parser.parse_args(argv)
-    num_prompts = len(read_prompts())
-    if not 1 <= args.num_prompts <= num_prompts:
-        parser.error(f"--num-prompts {args.num_prompts}: must be from 1 to {num_prompts}")
-    if args.max_tokens < 1:
-        parser.error(f"--max-tokens {args.max_tokens}: must be 1 or more")
-    if args.pair == "demo" and Path(args.model).is_absolute() and not Path(args.model).is_dir():
-        parser.error(f"--model {args.model}: no such folder (the demo pair comes with `make models`)")
     args.dtype = args.dtype or ("float32" if args.pair == "test" else "bfloat16")
     args.noise = NOISE[args.dtype] if args.noise is None else args.noise
-    args.out = args.out or RESULTS / f"exactness-{args.pair}.json"
     return args
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ServerFailed as error:
-        sys.exit(f"exactness: error: {error}")
+    options.run_script(main, "exactness")

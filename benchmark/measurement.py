@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from serving import Generation
 from sglang_ssd.algorithm.theory import sd_tokens_per_ms, ssd_tokens_per_ms
 
 MODES = ("plain", "sync", "async")
+#: Two-sided 95% of a normal distribution.
+Z_95 = 1.959964
 
 
 class Measurement(NamedTuple):
@@ -96,6 +99,36 @@ def tokens_by_source(meta_info: dict[str, Any]) -> dict[str, list[int]]:
         tokens["hit" if source == "hit" else "miss"].append(min(length, left))
         left -= min(length, left)
     return tokens
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first position at which two token lists differ, the end of the shorter one included; None if equal."""
+    if a == b:
+        return None
+    return next((i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))
+
+
+class Share(NamedTuple):
+    """``part`` of ``whole`` trials, such as hits of rounds."""
+
+    part: int
+    whole: int
+
+    @property
+    def rate(self) -> float | None:
+        return self.part / self.whole if self.whole else None
+
+    def interval(self, z: float = Z_95) -> tuple[float, float]:
+        """Wilson's score interval of the rate, 95% by default; all of [0, 1] without a trial."""
+        if not self.whole:
+            return 0.0, 1.0
+        rate, spread = self.part / self.whole, z * z / self.whole
+        centre = (rate + spread / 2) / (1 + spread)
+        half = z / (1 + spread) * math.sqrt(rate * (1 - rate) / self.whole + spread / (4 * self.whole))
+        return max(0.0, centre - half), min(1.0, centre + half)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "rate": self.rate, "interval_95": list(self.interval())}
 
 
 def median(measurements: Sequence[Measurement]) -> Measurement:

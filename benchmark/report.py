@@ -1,4 +1,4 @@
-"""What every benchmark here shares: facts about the machine, prompts, tables and JSON."""
+"""What every benchmark here shares: facts about the machine, prompts, tables, plots and JSON."""
 
 from __future__ import annotations
 
@@ -83,6 +83,39 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return str(value)
+
+
+def new_figure():
+    """A figure for a file and its axes. matplotlib is imported only where something is drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(figsize=(7, 4), layout="constrained")
+
+
+def save_figure(figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
+
+
+def read_results(path: Path, setup: dict[str, Any]) -> dict[str, Any]:
+    """The results that earlier parts of the same run left in ``path``, by name; none when there is no such file.
+
+    Raises SystemExit when they are of another setup: such results are not to be mixed.
+    """
+    if not path.exists():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if value["setup"] != setup:
+        raise SystemExit(f"{path} has results of {value['setup']}, not of {setup}: choose another --out")
+    return value["results"]
+
+
+def write_results(path: Path, setup: dict[str, Any], results: dict[str, Any]) -> None:
+    write_json(path, {"setup": setup, "results": results})
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,18 +38,36 @@ class Generation(NamedTuple):
     first_token_seconds: float
 
 
-class Server:
-    """A running server."""
+class Request(NamedTuple):
+    """A prompt and its ``sampling_params``."""
 
-    def __init__(self, url: str, log_path: Path) -> None:
+    input_ids: list[int]
+    sampling: dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """What ``/generate`` said about one prompt, without a clock."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+
+
+class Server:
+    """A running server. ``pid`` is that of its main process, where we started it."""
+
+    def __init__(self, url: str, log_path: Path, pid: int | None = None) -> None:
         self.url = url
         self.log_path = log_path
+        self.pid = pid
 
-    def generate(self, input_ids: list[int], max_new_tokens: int, **fields: Any) -> Generation:
-        """Continue a prompt at temperature 0. ``fields`` are further ones of the request, such as return_logprob."""
+    def generate(
+        self, input_ids: list[int], max_new_tokens: int, temperature: float = 0.0, **fields: Any
+    ) -> Generation:
+        """Continue a prompt. ``fields`` are further ones of the request, such as return_logprob."""
         body = {
             "input_ids": input_ids,
-            "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens},
+            "sampling_params": {"temperature": temperature, "max_new_tokens": max_new_tokens},
             "stream": True,
             **fields,
         }
@@ -70,6 +89,46 @@ class Server:
         return Generation(
             answer["output_ids"], answer["meta_info"], time.perf_counter() - started, first - started
         )
+
+    def ask(self, batch: Sequence[Request]) -> list[Answer]:
+        """The answers of one HTTP request that holds several prompts, each with its own parameters."""
+        body = {
+            "input_ids": [request.input_ids for request in batch],
+            "sampling_params": [request.sampling for request in batch],
+        }
+        try:
+            response = requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S)
+            response.raise_for_status()
+        except requests.RequestException as error:
+            raise ServerFailed(f"/generate: {error}\n{self.log_tail()}") from None
+        return [
+            Answer(answer["text"], answer["output_ids"], answer["meta_info"]) for answer in response.json()
+        ]
+
+    def ask_all(
+        self,
+        batches: Sequence[Sequence[Request]],
+        num_at_once: int,
+        label: str,
+        after_batch: Callable[[int], None] = lambda num_answered: None,
+    ) -> list[Answer]:
+        """Answers of all batches, in order, ``num_at_once`` HTTP requests in flight. ``after_batch`` is told how many
+        of them were answered, while others are in flight."""
+        answers: list[Answer] = []
+        with ThreadPoolExecutor(num_at_once) as pool:
+            progress = tqdm(pool.map(self.ask, batches), desc=label, total=len(batches), unit="request")
+            for num_answered, of_batch in enumerate(progress, start=1):
+                answers += of_batch
+                after_batch(num_answered)
+        return answers
+
+    def kill_draft(self) -> None:
+        """SIGKILL the draft that this server started."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        drafts = [child for child in children if "sglang_ssd.launch_draft" in child.cmdline()]
+        if len(drafts) != 1:
+            raise ServerFailed(f"{len(drafts)} drafts run below process {self.pid}, not one")
+        drafts[0].kill()
 
     def info(self) -> dict[str, Any]:
         """``/server_info``."""
@@ -106,7 +165,7 @@ def serving(arguments: list[str], log_path: Path, label: str = "server") -> Iter
         process = subprocess.Popen(
             [*command, *arguments], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-    server = Server(f"http://127.0.0.1:{port}", log_path)
+    server = Server(f"http://127.0.0.1:{port}", log_path, process.pid)
     try:
         _wait_until_ready(server, process, label)
         yield server

@@ -13,17 +13,16 @@ import multiprocessing
 import os
 import signal
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
+import options
 import torch
-from report import RESULTS, format_table, machine_facts, write_json
+from report import format_table, machine_facts, write_json
 from tqdm import tqdm
 
 from sglang_ssd.bridge.draft_runner import DraftModelRunner
@@ -220,38 +219,20 @@ def main(argv: list[str] | None = None) -> int:
         directory.close()
     print(format_table([name.replace("_", " ") for name in Latency._fields], latencies))
     value = {"latencies": [latency._asdict() for latency in latencies], "machine": facts}
-    write_json(args.out, value | {"arguments": vars(args) | {"out": args.out.name}})
+    write_json(args.out, value | {"arguments": options.arguments_as_json(args)})
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmark/transport.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--lookahead", type=int, default=7, help="K (default: 7)")
-    add("--budget", type=int, default=8, help="fan-out budget, above K (default: 8)")
-    add("--rounds", type=int, default=300, help="rounds measured of each kind (default: 300)")
-    add(
-        "--out",
-        type=Path,
-        default=RESULTS / "transport.json",
-        help="default: benchmark/results/transport.json",
-    )
+    parser = options.Parser("transport", __doc__)
+    parser.add_speculation(lookahead=7, budget=8)
+    parser.add_count("--rounds", 300, "rounds measured of each kind", lowest=2)
+    parser.add_out("transport.json")
     args = parser.parse_args(argv)
-    if args.lookahead < 1:
-        parser.error(f"--lookahead {args.lookahead}: must be 1 or more")
     if args.budget <= args.lookahead:
         parser.error(f"--budget {args.budget}: must be above --lookahead {args.lookahead}")
-    if args.rounds < 2:
-        parser.error(f"--rounds {args.rounds}: must be 2 or more")
     return args
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RuntimeError as error:
-        sys.exit(f"transport: error: {error}")
+    options.run_script(main, "transport", RuntimeError)
