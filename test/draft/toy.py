@@ -99,6 +99,8 @@ class ToyRunner:
         self.pool = ToyPool(num_rows, num_slots)
         self.vocab_size = VOCAB_SIZE
         self.context_length = context_length
+        #: Small, so that forwards are split as well.
+        self.max_tokens = 16
         self.num_tokens_forwarded = 0
         #: Called in the middle of the next forward, once: what arrives then.
         self.in_the_middle = None
@@ -125,6 +127,7 @@ class ToyRunner:
 
     def step(self, lanes: list[Lane]) -> None:
         self._run_middle()
+        assert sum(len(lane.path.pending) for lane in lanes) <= self.max_tokens
         for lane in lanes:  # All KV is written before any is read, as in a real forward.
             for offset, token in enumerate(lane.path.pending):
                 self.pool.store(lane.path.row, lane.path.num_cached + offset, token)

@@ -20,6 +20,11 @@ from sglang_ssd.bridge.memory import bytes_per_kv_token
 logger = logging.getLogger(__name__)
 
 
+#: A path may bring several tokens to one forward (MAX_LOOKAHEAD and two more at most), so a draft that serves few rows needs
+#: buffers for more.
+_MIN_DECODE_TOKENS = 128
+
+
 class DraftRunnerConfig(NamedTuple):
     """What the draft process needs to load its model.
 
@@ -59,6 +64,8 @@ class DraftModelRunner:
         self.vocab_size = self.runner.model_config.vocab_size
         self.context_length = self.runner.model_config.context_len
         self.device = self.runner.device
+        #: Tokens of one decode forward: SGLang copies them into buffers of this size.
+        self.max_decode_tokens = max(config.max_rows, _MIN_DECODE_TOKENS)
         self._tables = self.runner.req_to_token_pool.req_to_token
         self._allocator = self.runner.token_to_kv_pool_allocator
         self._num_rows = self._tables.shape[0] - 1
@@ -217,7 +224,7 @@ def _load(config: DraftRunnerConfig):
         device=config.device,
         dtype=config.dtype,
         attention_backend=config.attention_backend or ("torch_native" if config.device == "cpu" else None),
-        max_running_requests=config.max_rows,
+        max_running_requests=max(config.max_rows, _MIN_DECODE_TOKENS),
         max_total_tokens=config.kv_tokens,
         context_length=config.context_length,
         trust_remote_code=config.trust_remote_code,

@@ -69,6 +69,7 @@ class DraftRunner:
         self.pool = model
         self.vocab_size = model.vocab_size
         self.context_length = model.context_length
+        self.max_tokens = model.max_decode_tokens
         self._num_proposable = model.vocab_size
 
     def limit_vocabulary(self, vocab_size: int) -> None:

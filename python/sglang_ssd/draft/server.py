@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
@@ -432,7 +433,7 @@ class DraftServer:
         self._counts.prefill_ms += (time.perf_counter() - started) * 1e3
 
     def _run_lanes(self, work: list[tuple[Session, list[Path]]]) -> float:
-        """Forward the pending tokens of all these paths in one batch. Returns milliseconds."""
+        """Forward the pending tokens of all these paths in one batch, or as few as hold them. Returns milliseconds."""
         started = time.perf_counter()
         lanes: list[Lane] = []
         for session, paths in work:
@@ -448,14 +449,16 @@ class DraftServer:
                     self._counts.branches_denied += 1
                     session.cache.discard(path)
                     self._paths.release(path)
-        if lanes:
+        parts = split_lanes(lanes, self._runner.max_tokens)
+        for done, part in enumerate(parts):
             try:
-                self._runner.step(lanes)
+                self._runner.step(part)
                 self._counts.forwards += 1
             except ForwardNotNeeded:
                 self._counts.forwards_ended_early += 1
-                for lane in lanes:
+                for lane in chain.from_iterable(parts[done:]):
                     self._paths.give_back(lane.path)
+                break
         return (time.perf_counter() - started) * 1e3
 
     def _position(self, session: Session, path: Path, num_forwarded: int) -> Position:
@@ -562,6 +565,20 @@ def proposal(ticket: int, rows: list[int], sources: list[Source], paths: list[Pa
         [b"".join(law.ids for law in path.q if law) for path in paths],
         [b"".join(law.probs for law in path.q if law) for path in paths],
     )
+
+
+def split_lanes(lanes: list[Lane], max_tokens: int) -> list[list[Lane]]:
+    """The lanes in as few forwards of ``max_tokens`` pending tokens as hold them, in order."""
+    parts: list[list[Lane]] = []
+    free = 0
+    for lane in lanes:
+        num_tokens = len(lane.path.pending)
+        if num_tokens > free:
+            parts.append([])
+            free = max_tokens
+        parts[-1].append(lane)
+        free -= num_tokens
+    return parts
 
 
 class _Counts(msgspec.Struct):
