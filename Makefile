@@ -36,7 +36,8 @@ help:  ## list the targets
 ENV_STAMP := .venv/.installed-$(DEVICE)
 REQUIREMENTS_cpu := requirements/cpu.txt requirements/cpu-sglang.txt
 REQUIREMENTS_cuda := requirements/cuda.txt
-BUILD_FILES := python/pyproject.toml $(wildcard sgl-kernel/pyproject.toml sgl-kernel/setup.py sgl-kernel/*.pth)
+BUILD_FILES := python/pyproject.toml $(wildcard sgl-kernel/pyproject.toml sgl-kernel/setup.py sgl-kernel/*.pth \
+                                                sgl-kernel/csrc/cpu/*)
 
 .PHONY: env
 env: $(ENV_STAMP)  ## create .venv with everything pinned

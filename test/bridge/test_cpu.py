@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 
 from sglang_ssd.bridge.environment import parse_cores, rank_cores, split_cores, use_cpu_engine
 from sglang_ssd.bridge.memory import plan_pools
+from sglang_ssd_kernel import fork_attention, is_compiled, make_plan
 
 use_cpu_engine()
 attention = pytest.importorskip("sglang_ssd.bridge.cpu_attention")
 linear = pytest.importorskip("sglang_ssd.bridge.cpu_linear")
+layers = pytest.importorskip("sglang_ssd.bridge.cpu_layers")
+from sglang.srt.layers.activation import SiluAndMul  # noqa: E402
+from sglang.srt.layers.layernorm import RMSNorm  # noqa: E402
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
+
 GIB = 1 << 30
 
 
@@ -34,11 +40,9 @@ def row_by_row(queries, keys, values, slots_of_row, scaling):
     return out.float()
 
 
-def run(groups, queries, keys, values, scaling):
-    out = torch.full_like(queries, torch.nan)
-    for group in groups:
-        out[group.rows] = attention.attend_group(queries[group.rows], keys, values, group, scaling)
-    return out
+def attend(row_keys, queries, keys, values, scaling):
+    plan = make_plan(*row_keys, num_slots=keys.shape[0])
+    return fork_attention(queries, keys, values, plan, scaling, torch.full_like(queries, torch.nan))
 
 
 @given(
@@ -57,14 +61,14 @@ def test_extends_see_their_prefix_and_themselves(requests, heads, seed):
         tables[i + 1, : prefix + extend] = slots[start : start + prefix + extend]
         start += prefix + extend
         expected_slots += [tables[i + 1, : prefix + j + 1].long() for j in range(extend)]
-    groups = attention.plan_extends(
+    row_keys = attention.keys_of_extends(
         tables, list(range(1, len(requests) + 1)), [p for p, _ in requests], [e for _, e in requests]
     )
     queries = torch.randn(
         len(expected_slots), num_heads, 8, generator=torch.Generator().manual_seed(seed + 1)
     )
     torch.testing.assert_close(
-        run(groups, queries, keys, values, 0.3), row_by_row(queries, keys, values, expected_slots, 0.3)
+        attend(row_keys, queries, keys, values, 0.3), row_by_row(queries, keys, values, expected_slots, 0.3)
     )
 
 
@@ -84,16 +88,33 @@ def test_forks_read_the_shared_prefix_and_their_own_tail(prefix, tail_lengths, s
         lens.append(shared + tail + 1)
         shared_lens.append(shared)
     layout = attention.ForkLayout([len(rows)], [1], shared_lens)
-    (group,) = attention.plan_forks(tables, rows, lens, layout)
-    shared_slots = group.slots[: max(shared_lens)].tolist()
-    assert len(set(shared_slots)) == len(shared_slots) and len(group.slots) == max(shared_lens) + sum(
-        n - s for n, s in zip(lens, shared_lens)
-    ), "the prefix is read once"
+    row_keys = attention.keys_of_forks(tables, rows, lens, layout)
+    assert row_keys.prefix_slots.tolist() == tables[1, : max(shared_lens)].tolist(), "the prefix is read once"
     queries = torch.randn(len(rows), 4, 8, generator=torch.Generator().manual_seed(seed + 1))
     expected_slots = [tables[row, :n].long() for row, n in zip(rows, lens)]
     torch.testing.assert_close(
-        run([group], queries, keys, values, 0.3), row_by_row(queries, keys, values, expected_slots, 0.3)
+        attend(row_keys, queries, keys, values, 0.3), row_by_row(queries, keys, values, expected_slots, 0.3)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_layers_give_what_sglang_gives(dtype):
+    torch.manual_seed(0)
+    norm, rotary = RMSNorm(64, eps=1e-6, weight_dtype=dtype), RotaryEmbedding(16, 16, 128, 10000, True, dtype)
+    model = torch.nn.ModuleList([norm, SiluAndMul(), rotary, torch.nn.Linear(4, 4)])
+    torch.nn.init.uniform_(norm.weight)
+    x, residual, wide = (
+        torch.randn(5, 64).to(dtype),
+        torch.randn(5, 64).to(dtype),
+        torch.randn(5, 96).to(dtype),
+    )
+    query, key = wide[:, :64], wide[:, 64:]
+    positions = torch.tensor([0, 3, 127, 5, 6])
+    calls = [(norm, (x,)), (norm, (x, residual)), (model[1], (wide,)), (rotary, (positions, query, key))]
+    expected = [module.forward_native(*(a.clone() for a in arguments)) for module, arguments in calls]
+    assert layers.use_cpu_kernels(model) == (3 if is_compiled() else 0)
+    found = [module(*(a.clone() for a in arguments)) for module, arguments in calls]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -252,9 +252,9 @@ def _load(config: DraftRunnerConfig):
         server_args=server_args,
     )
     if config.device == "cpu":
-        from sglang_ssd.bridge.cpu_linear import pack_linears
+        from sglang_ssd.bridge.cpu_layers import prepare_model
 
-        pack_linears(runner.model)
+        prepare_model(runner.model, pack_weights=True)
     runner.alloc_memory_pool()
     runner.init_attention_backends()
     runner.init_cuda_graphs()

@@ -42,10 +42,10 @@ class SchedulerBase(Scheduler):
 
     def init_tp_model_worker(self) -> None:
         super().init_tp_model_worker()
-        if get_device().device == "cpu" and ssd_options(self.server_args).pack_weights:
-            from sglang_ssd.bridge.cpu_linear import pack_linears
+        if get_device().device == "cpu":
+            from sglang_ssd.bridge.cpu_layers import prepare_model
 
-            pack_linears(self.tp_worker.model_runner.model)
+            prepare_model(self.tp_worker.model_runner.model, ssd_options(self.server_args).pack_weights)
         if isinstance(self.server_args, SSDServerArgs):
             from sglang_ssd.bridge.sampler import install_shared_noise_sampler
 

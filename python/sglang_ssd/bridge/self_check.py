@@ -69,6 +69,16 @@ SEAMS = (
         "sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod.apply",
         ("self", "layer", "x", "bias"),
     ),
+    Seam(
+        "sglang.srt.layers.layernorm:RMSNorm.forward_native",
+        ("self", "x", "residual", "post_residual_addition", "quant_linear"),
+    ),
+    Seam("sglang.srt.layers.activation:SiluAndMul.forward_native", ("self", "x")),
+    Seam(
+        "sglang.srt.layers.rotary_embedding:RotaryEmbedding.forward_native",
+        ("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg"),
+    ),
+    Seam("sglang.kernels.fused_op:BaseFusedOp._resolve_forward_method", ("self",)),
     Seam("sglang.srt.entrypoints.http_server:launch_server", ("server_args", "run_scheduler_process_func")),
     Seam("sglang.srt.server_args:ServerArgs.from_cli_args", ("args",)),
 )
