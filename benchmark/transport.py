@@ -62,8 +62,8 @@ class StubModel(DraftModelRunner):
     def call_during_forwards(self, callback) -> None:
         """A stubbed forward has no layers between which to call it."""
 
-    def extend(self, row: int, prefix_len: int, token_ids: list[int]) -> torch.Tensor:
-        return self._logits
+    def extend(self, rows: list[int], prefix_lens: list[int], chunks: list[list[int]]) -> torch.Tensor:
+        return self._logits.expand(len(rows), -1)
 
     def decode(self, rows: list[int], positions: list[int], token_ids: list[int], layout) -> torch.Tensor:
         return self._logits.expand(len(rows), -1)

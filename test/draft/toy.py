@@ -14,7 +14,7 @@ import torch
 from sglang_ssd.bridge.draft_runner import Capacity
 from sglang_ssd.draft.forking_paths import Guess
 from sglang_ssd.draft.policy import DraftPolicy
-from sglang_ssd.draft.runner import Lane, Position
+from sglang_ssd.draft.runner import Chunk, Lane, Position
 from sglang_ssd.wire.messages import Hello
 
 VOCAB_SIZE = 50
@@ -118,12 +118,15 @@ class ToyRunner:
     def limit_vocabulary(self, vocab_size: int) -> None:
         assert vocab_size == VOCAB_SIZE
 
-    def extend(self, row: int, prefix_len: int, token_ids: list[int], position: Position) -> Guess:
+    def extend(self, chunks: list[Chunk]) -> list[Guess]:
         self._run_middle()
-        for offset, token in enumerate(token_ids):
-            self.pool.store(row, prefix_len + offset, token)
-        self.num_tokens_forwarded += len(token_ids)
-        return guess_after(self.pool.read(row, prefix_len + len(token_ids)), position)
+        guesses = []
+        for path, num_tokens, position in chunks:
+            for offset, token in enumerate(path.pending[:num_tokens]):
+                self.pool.store(path.row, path.num_cached + offset, token)
+            self.num_tokens_forwarded += num_tokens
+            guesses.append(guess_after(self.pool.read(path.row, path.num_cached + num_tokens), position))
+        return guesses
 
     def step(self, lanes: list[Lane]) -> None:
         self._run_middle()

@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -119,29 +120,30 @@ class DraftModelRunner:
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
-    def extend(self, row: int, prefix_len: int, token_ids: list[int]) -> torch.Tensor:
-        """Forward a chunk of a prompt whose slots are written. Returns the last token's logits, float [1, V]."""
+    def extend(self, rows: list[int], prefix_lens: list[int], chunks: list[list[int]]) -> torch.Tensor:
+        """Forward a chunk of a prompt in each row, whose slots are written. Returns the logits of each chunk's last token,
+        float [rows, V]."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        num_new, total = len(token_ids), prefix_len + len(token_ids)
-        prefix_lens = self._int64([prefix_len])
-        seq_lens = self._int64([total])
+        new_lens = [len(chunk) for chunk in chunks]
+        spans = [(start, start + n) for start, n in zip(prefix_lens, new_lens, strict=True)]
+        ends = [end for _, end in spans]
         batch = self._forward_batch(
             ForwardMode.EXTEND,
-            token_ids=token_ids,
-            rows=[row],
-            seq_lens=seq_lens,
-            seq_lens_cpu=torch.tensor([total]),
-            plan_lens=prefix_lens,
-            slots=self._tables[row, prefix_len:total].long(),
-            positions=torch.arange(prefix_len, total, device=self.device),
-            extend_num_tokens=num_new,
-            extend_seq_lens=self._int64([num_new]),
-            extend_prefix_lens=prefix_lens,
-            extend_start_loc=self._int64([0]),
-            extend_seq_lens_cpu=[num_new],
-            extend_prefix_lens_cpu=[prefix_len],
-            extend_logprob_start_lens_cpu=[num_new],
+            token_ids=[token for chunk in chunks for token in chunk],
+            rows=rows,
+            seq_lens=self._int64(ends),
+            seq_lens_cpu=torch.tensor(ends),
+            plan_lens=self._int64(prefix_lens),
+            slots=torch.cat([self._tables[row, a:b].long() for row, (a, b) in zip(rows, spans, strict=True)]),
+            positions=torch.cat([torch.arange(a, b, device=self.device) for a, b in spans]),
+            extend_num_tokens=sum(new_lens),
+            extend_seq_lens=self._int64(new_lens),
+            extend_prefix_lens=self._int64(prefix_lens),
+            extend_start_loc=self._int64([0, *accumulate(new_lens[:-1])]),
+            extend_seq_lens_cpu=new_lens,
+            extend_prefix_lens_cpu=prefix_lens,
+            extend_logprob_start_lens_cpu=new_lens,
         )
         return self._forward(batch)
 

@@ -59,6 +59,14 @@ class Lane(NamedTuple):
     lookahead: int
 
 
+class Chunk(NamedTuple):
+    """The next ``num_tokens`` of a prompt, and the position that is guessed after them."""
+
+    path: Path
+    num_tokens: int
+    position: Position
+
+
 class DraftRunner:
     """The draft model as the draft's loop sees it."""
 
@@ -80,9 +88,14 @@ class DraftRunner:
         """Have ``callback`` called now and then while a forward runs; it may raise to end the forward."""
         self._model.call_during_forwards(callback)
 
-    def extend(self, row: int, prefix_len: int, token_ids: list[int], position: Position) -> Guess:
-        """Forward a chunk of a prompt. Returns the guess after its last token."""
-        return self._guess(self._model.extend(row, prefix_len, token_ids), [position])[0]
+    def extend(self, chunks: list[Chunk]) -> list[Guess]:
+        """Forward chunks of prompts in one batch. Returns the guess after each chunk's last token."""
+        logits = self._model.extend(
+            [chunk.path.row for chunk in chunks],
+            [chunk.path.num_cached for chunk in chunks],
+            [chunk.path.pending[: chunk.num_tokens] for chunk in chunks],
+        )
+        return self._guess(logits, [chunk.position for chunk in chunks])
 
     def step(self, lanes: list[Lane]) -> None:
         """Forward the pending tokens of all lanes in one batch and advance their paths.

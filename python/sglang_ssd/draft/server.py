@@ -26,7 +26,7 @@ from sglang_ssd.algorithm.fallback import Fallback
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
 from sglang_ssd.draft.policy import DraftPolicy
-from sglang_ssd.draft.runner import DraftLaw, DraftRunner, Lane, Position
+from sglang_ssd.draft.runner import Chunk, DraftLaw, DraftRunner, Lane, Position
 from sglang_ssd.draft.session import Due, Session
 from sglang_ssd.wire.channel import DraftChannel, MalformedFromPeer, Received
 from sglang_ssd.wire.messages import (
@@ -407,8 +407,8 @@ class DraftServer:
         forks = [(session, lanes) for session in sessions if (lanes := session.fork_lanes())]
         if prompts and not (forks and self._prefill_was_last):
             self._prefill_was_last = True
-            # One that the verifier waits for goes first.
-            self._run_prefill(min(prompts, key=lambda session: session.due is None))
+            # Those that a verifier waits for go first.
+            self._run_prefill(sorted(prompts, key=lambda session: session.due is None))
         elif forks:
             self._prefill_was_last = False
             self._undecided = {session for session, _ in forks}
@@ -416,18 +416,24 @@ class DraftServer:
             self._counts.fork_forwards += 1
             self._undecided = None
 
-    def _run_prefill(self, session: Session) -> None:
+    def _run_prefill(self, prompts: list[Session]) -> None:
+        """Forward as much of these prompts, in order, as one forward may take."""
         started = time.perf_counter()
-        main = session.main
-        chunk = main.pending[:PREFILL_CHUNK_TOKENS]
-        if not self._paths.reserve(main, len(chunk)):
-            self._starve(session)
+        free, work = PREFILL_CHUNK_TOKENS, []
+        for session in prompts:
+            main, num_tokens = session.main, min(free, len(session.main.pending))
+            if not num_tokens:
+                break
+            if not self._paths.reserve(main, num_tokens):
+                self._starve(session)
+                continue
+            work.append((session, Chunk(main, num_tokens, self._position(session, main, num_tokens))))
+            free -= num_tokens
+        if not work:
             return
-        is_last = len(chunk) == len(main.pending)
-        guess = self._runner.extend(
-            main.row, main.num_cached, chunk, self._position(session, main, len(chunk))
-        )
-        session.take_prefill(guess if is_last else None, len(chunk))
+        guesses = self._runner.extend([chunk for _, chunk in work])
+        for (session, chunk), guess in zip(work, guesses, strict=True):
+            session.take_prefill(guess, chunk.num_tokens)
         self._counts.forwards += 1
         self._counts.prefill_forwards += 1
         self._counts.prefill_ms += (time.perf_counter() - started) * 1e3

@@ -126,9 +126,8 @@ class Session:
 
     # -- what happens to it --------------------------------------------------------------------------------------
 
-    def take_prefill(self, guess: Guess | None, num_tokens: int) -> None:
-        """A chunk of the prompt was forwarded. ``guess``: what the draft thinks of the token after it, None for any
-        chunk but the last."""
+    def take_prefill(self, guess: Guess, num_tokens: int) -> None:
+        """A chunk of the prompt was forwarded. ``guess``: what the draft thinks of the token after it."""
         del self.main.pending[:num_tokens]
         self.main.num_cached += num_tokens
         if self.main.pending:
