@@ -16,6 +16,15 @@ class Ban:
         return logits
 
 
+class Spoil:
+    """Makes the logits of the tokens of ``custom_params["banned"]`` NaN."""
+
+    def __call__(self, logits, custom_param_list):
+        for row, params in enumerate(custom_param_list):
+            logits[row, params["banned"]] = float("nan")
+        return logits
+
+
 class Favour:
     """Favours tokens that depend on the length of the output and on its last token: it must see the output as it is at
     each position, also inside a run."""

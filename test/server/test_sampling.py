@@ -311,6 +311,35 @@ def test_a_processor_that_bans_tokens_equals_plain(async_server, off_server):
         assert not set(tokens) & set(banned)
 
 
+def test_nan_is_never_drawn_and_counted(async_server):
+    ids = prompt(1335, 15)
+    free = output(async_server.ask_all(greedy_and_sampled(ids), 1))
+    params = {"banned": sorted(set(free[0]) | set(free[1]))[:20]}
+    before = async_server.ssd_state()["non_finite_logits"]
+    banned, spoilt = (
+        output(
+            async_server.ask_all(
+                greedy_and_sampled(
+                    ids, fields={"custom_logit_processor": processors.serialized(kind)}, custom_params=params
+                ),
+                1,
+            )
+        )
+        for kind in (processors.Ban, processors.Spoil)
+    )
+    assert spoilt == banned and async_server.ssd_state()["non_finite_logits"] > before
+    assert "the target's logits hold NaN" in async_server.log()
+
+
+@pytest.mark.parametrize("serialized", ["no json", '{"callable": "00ff"}', '{"other": 1}'])
+def test_a_processor_that_cannot_be_loaded_is_refused(async_server, serialized):
+    fields = {"custom_logit_processor": serialized}
+    response = async_server.post("/generate", request(prompt(1336, 5), 4, fields=fields))
+    assert response.status_code == 400
+    assert "custom_logit_processor: cannot be loaded" in response.json()["error"]["message"]
+    assert async_server.ask(request(prompt(1336, 5), 4)).output_ids
+
+
 def test_a_processor_that_reads_the_output_equals_plain(async_server, off_server):
     fields = {"custom_logit_processor": processors.serialized(processors.Favour)}
     prompts = [prompt(1340 + i, 15 + i) for i in range(4)]

@@ -31,6 +31,20 @@ def mask_grammars(batch, verify_ids: torch.Tensor, logits: torch.Tensor) -> None
         mask.apply(logits.view(-1, logits.shape[-1]))
 
 
+def why_processor_unusable(serialized: str | None) -> str | None:
+    """One line about a custom logit processor that cannot be loaded, None for one that can or for none. Loading it later,
+    in the middle of a batch, would end the scheduler."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    if serialized is None:
+        return None
+    try:
+        CustomLogitProcessor.from_str(serialized)
+    except Exception as error:  # noqa: BLE001  (user code: it may raise anything)
+        return f"custom_logit_processor: cannot be loaded: {type(error).__name__}: {error}"
+    return None
+
+
 def apply_processors(batch, runs: list[list[int]], logits: torch.Tensor) -> None:
     """Apply custom logit processors in place, row by row as plain decoding would.
 

@@ -14,6 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel
 
+from sglang_ssd.bridge.constraints import why_processor_unusable
 from sglang_ssd.bridge.server_args import SSDServerArgs, ssd_options
 
 
@@ -53,6 +54,8 @@ class SchedulerBase(Scheduler):
 
     def handle_generate_request(self, recv_req, **kwargs) -> None:
         reason = self.refusal(recv_req.sampling_params, recv_req)
+        if reason is None and self.server_args.enable_custom_logit_processor:
+            reason = why_processor_unusable(recv_req.custom_logit_processor)
         if reason is None:
             super().handle_generate_request(recv_req, **kwargs)
             return

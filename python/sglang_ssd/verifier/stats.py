@@ -25,6 +25,7 @@ class RoundCounts(msgspec.Struct):
     first_rounds: int = 0
     first_hits: int = 0
     malformed_laws: int = 0
+    non_finite_logits: int = 0
     draft_wait_ms: float = 0.0
     verify_ms: float = 0.0
 
@@ -72,6 +73,19 @@ class VerifierStats:
         if counts.rounds - self._logged.rounds >= self._log_interval_rounds:
             self._log()
 
+    def count_unusable(self, *, malformed_laws: int = 0, non_finite_logits: int = 0) -> None:
+        """Laws of the draft that were not used, and positions where the target's logits hold NaN or +inf. The first of
+        each is said, all are counted."""
+        counts = self.counts
+        if malformed_laws and not counts.malformed_laws:
+            logger.warning("the draft sent a law that its token cannot be drawn from: verified without it")
+        if non_finite_logits and not counts.non_finite_logits:
+            logger.warning("the target's logits hold NaN or +inf: NaN counts as impossible")
+        counts.malformed_laws += malformed_laws
+        counts.non_finite_logits += non_finite_logits
+        if self._metrics is not None and (malformed_laws or non_finite_logits):
+            self._metrics.add_unusable(malformed_laws, non_finite_logits)
+
     def _log(self) -> None:
         now, then = self.counts, self._logged
         rows, rounds = now.rows - then.rows, now.rounds - then.rounds
@@ -100,6 +114,7 @@ class VerifierStats:
             "proposed": counts.proposed,
             "accepted": counts.accepted,
             "malformed_laws": counts.malformed_laws,
+            "non_finite_logits": counts.non_finite_logits,
             "draft_wait_ms": ratio(counts.draft_wait_ms, counts.rounds),
             "verify_ms": ratio(counts.verify_ms, counts.rounds),
         }
@@ -124,8 +139,14 @@ class _Metrics:
         self._misses = counter("misses", "Rows whose proposal was not prepared.")
         self._proposed = counter("proposed_tokens", "Draft tokens verified.")
         self._accepted = counter("accepted_tokens", "Draft tokens accepted.")
+        self._malformed_laws = counter("malformed_laws", "Proposed tokens whose law could not be used.")
+        self._non_finite_logits = counter("non_finite_logits", "Positions with NaN or +inf in their logits.")
         self._wait_ms = histogram("draft_wait_ms", "Milliseconds a round waited for proposals.")
         self._verify_ms = histogram("verify_ms", "Milliseconds of the target's verify forward.")
+
+    def add_unusable(self, malformed_laws: int, non_finite_logits: int) -> None:
+        self._malformed_laws.inc(malformed_laws)
+        self._non_finite_logits.inc(non_finite_logits)
 
     def add(
         self, hits: int, misses: int, proposed: int, accepted: int, wait_ms: float, verify_ms: float

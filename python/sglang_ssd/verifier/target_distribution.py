@@ -27,10 +27,11 @@ class TargetRow(NamedTuple):
     position: int
 
 
-def adjust_logits(logits: torch.Tensor, rows: list[TargetRow], batch, verify_ids: torch.Tensor) -> None:
+def adjust_logits(logits: torch.Tensor, rows: list[TargetRow], batch, verify_ids: torch.Tensor) -> int:
     """Turn raw logits into those of the law that plain decoding would have at each position, in place.
 
-    logits: float [B, W, V]. verify_ids: int64 [B, W], the pending token and the proposal.
+    logits: float [B, W, V]. verify_ids: int64 [B, W], the pending token and the proposal. Returns the number of positions
+    that hold NaN or +inf: NaN is never drawn, so they stay harmless, but something is wrong with the model.
     """
     for i, row in enumerate(rows):
         penalise_run(logits[i], row.law, row.output_ids, row.run)
@@ -38,6 +39,8 @@ def adjust_logits(logits: torch.Tensor, rows: list[TargetRow], batch, verify_ids
     for i, row in enumerate(rows):
         add_bias(logits[i], row.law)
     apply_processors(batch, [row.run for row in rows], logits)
+    # NaN wins every maximum, and compares to nothing.
+    return int((~(logits.amax(-1) < torch.inf)).sum())
 
 
 def draw_targets(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:

@@ -81,7 +81,7 @@ class SSDWorker(SpecWorkerBase):
             for request, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True)
         ]
         no_proposal = torch.zeros(len(rows), 1, dtype=torch.int64, device=self.device)
-        adjust_logits(prefilled.logits, rows, batch, no_proposal)
+        self._count_unusable(non_finite_logits=adjust_logits(prefilled.logits, rows, batch, no_proposal))
         if self._sampling == "residual":
             return draw_first_by_residual(prefilled.logits, rows)
         return draw_targets(prefilled.logits, rows).view(-1)
@@ -137,9 +137,11 @@ class SSDWorker(SpecWorkerBase):
             )
         ]
         verify_ids = torch.cat([verified.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
-        adjust_logits(verified.logits, rows, batch, verify_ids)
+        self._count_unusable(non_finite_logits=adjust_logits(verified.logits, rows, batch, verify_ids))
         if self._sampling == "residual":
-            return decide_by_residual(verified.logits, rows, proposals, draft_tokens, lengths)
+            decision = decide_by_residual(verified.logits, rows, proposals, draft_tokens, lengths)
+            self._count_unusable(malformed_laws=decision.num_malformed)
+            return decision
         return decide_by_shared_noise(verified.logits, rows, draft_tokens, lengths)
 
     def _send_outcomes(self, sessions, proposals, decision: Decision) -> None:
@@ -169,8 +171,11 @@ class SSDWorker(SpecWorkerBase):
         )
         num_proposed = sum(len(proposal.token_ids) for proposal in proposals)
         self._saguaro_c.observe(sum(record.accept_length for record in records), wait_ms + verify_ms)
-        self.stats.counts.malformed_laws += decision.num_malformed
         self.stats.add_round(records, sum(first), first_hits, num_proposed, wait_ms, verify_ms)
+
+    def _count_unusable(self, **numbers: int) -> None:
+        if self.stats is not None:
+            self.stats.count_unusable(**numbers)
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
