@@ -92,13 +92,12 @@ class Point(NamedTuple):
 # -- measuring ---------------------------------------------------------------------------------------------------
 
 
-def point_of(generations: Sequence[Generation], lookahead: int) -> Point:
-    """A proposal of the draft has ``lookahead`` tokens, unless there was none."""
+def point_of(generations: Sequence[Generation]) -> Point:
     per_request = [answer.meta_info["ssd_sources"] for answer in generations]
     sources = [source for of_request in per_request for source in of_request]
     firsts = [of_request[0] for of_request in per_request if of_request]
     emitted = sum(sum(answer.meta_info["ssd_accept_lengths"]) for answer in generations)
-    num_proposed = lookahead * (len(sources) - sources.count("none"))
+    num_proposed = sum(sum(answer.meta_info["ssd_proposed_lengths"]) for answer in generations)
     num_decoded = sum(len(answer.output_ids) - 1 for answer in generations)
     seconds = sum(answer.seconds - answer.first_token_seconds for answer in generations)
     return Point(
@@ -119,7 +118,7 @@ def measure(server: Server, prompts: list[list[int]], temperature: float, label:
             generations.append(server.generate(prompt, args.max_tokens, temperature))
             progress.update(len(generations[-1].meta_info["ssd_sources"]))
             if progress.n >= args.rounds:
-                return point_of(generations, args.lookahead)
+                return point_of(generations)
 
 
 def measure_configuration(server: Server, prompts: list[list[int]], label: str, args) -> dict[float, Point]:

@@ -416,7 +416,8 @@ def test_structured_asks_off_and_each_mode(tmp_path: Path, monkeypatch: pytest.M
 
 def test_point_counts_rounds_first_rounds_and_proposed_tokens() -> None:
     def generation(sources: list[str], lengths: list[int], num_tokens: int) -> Generation:
-        meta = {"ssd_sources": sources, "ssd_accept_lengths": lengths}
+        proposed = [0 if source == "none" else 3 for source in sources]
+        meta = {"ssd_sources": sources, "ssd_proposed_lengths": proposed, "ssd_accept_lengths": lengths}
         return Generation([0] * num_tokens, meta, seconds=4.0, first_token_seconds=1.0)
 
     point = saguaro_sweep.point_of(
@@ -424,8 +425,7 @@ def test_point_counts_rounds_first_rounds_and_proposed_tokens() -> None:
             generation(["neural", "hit", "hit"], [1, 4, 2], 8),
             generation(["hit", "none"], [3, 1], 5),
             generation([], [], 1),
-        ],
-        lookahead=3,
+        ]
     )
     assert point.acceptance == Share(0 + 3 + 1 + 2 + 0, 4 * 3)
     assert point.hits == Share(3, 5) and point.first_hits == Share(1, 2)
@@ -442,7 +442,11 @@ class ThreeRounds:
 
     def generate(self, input_ids: list[int], max_new_tokens: int, temperature: float) -> Generation:
         self.asked.append((input_ids, temperature))
-        meta = {"ssd_sources": ["neural", "hit", "hit"], "ssd_accept_lengths": [2, 2, 2]}
+        meta = {
+            "ssd_sources": ["neural", "hit", "hit"],
+            "ssd_proposed_lengths": [3, 3, 3],
+            "ssd_accept_lengths": [2, 2, 2],
+        }
         return Generation([0] * 7, meta, 2.0, 1.0)
 
 

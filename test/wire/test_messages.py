@@ -254,6 +254,22 @@ def test_a_round_of_64_rows_and_its_answer_are_small():
     assert answer_bytes < 4096
 
 
+def test_a_round_with_laws_is_below_100_kilobytes():
+    """16 rows, K=7, laws of 64 tokens: what residual sampling adds to a round."""
+    rows, lookahead, top_m = 16, 7, 64
+    keys = [list(range(rows)), [0] * rows, [1 << 20] * rows, [lookahead] * rows, [1 << 17] * rows]
+    question = Round(10**9, *keys, saguaro_c=0.3)
+    shared_noise = Proposal(10**9, list(range(rows)), ["hit"] * rows, [[1 << 17] * lookahead] * rows)
+    law = bytes(4 * lookahead * top_m)
+    residual = msgspec.structs.replace(shared_noise, q_ids=[law] * rows, q_probs=[law] * rows)
+    sizes = {
+        name: len(encode(question)) + len(encode(answer))
+        for name, answer in (("shared noise", shared_noise), ("residual", residual))
+    }
+    print(f"bytes of a round of {rows} rows, K={lookahead}: {sizes}")
+    assert sizes["shared noise"] < 4_000 and sizes["residual"] < 100_000
+
+
 # -- why_incompatible ------------------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,7 @@ class SSDScheduler(SchedulerBase):
         records = self.draft_worker.take_records(rid)
         return {
             "ssd_sources": [record.source for record in records],
+            "ssd_proposed_lengths": [record.num_proposed for record in records],
             "ssd_accept_lengths": [record.accept_length for record in records],
         }
 

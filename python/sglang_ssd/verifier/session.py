@@ -27,6 +27,7 @@ class RoundRecord(NamedTuple):
     """One verification of one row, for ``meta_info``. ``accept_length`` counts emitted tokens, the bonus included."""
 
     source: Source
+    num_proposed: int
     accept_length: int
 
 

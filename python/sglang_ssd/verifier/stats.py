@@ -48,13 +48,13 @@ class VerifierStats:
         records: list[RoundRecord],
         num_first: int,
         num_first_hits: int,
-        num_proposed: int,
         wait_ms: float,
         verify_ms: float,
     ) -> None:
         """Take in one verify forward. ``num_first``: rows whose request had its first verification."""
         counts, hits = self.counts, sum(record.source == "hit" for record in records)
         emitted = sum(record.accept_length for record in records)
+        num_proposed = sum(record.num_proposed for record in records)
         counts.rounds += 1
         counts.rows += len(records)
         counts.hits += hits

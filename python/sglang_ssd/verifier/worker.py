@@ -95,8 +95,12 @@ class SSDWorker(SpecWorkerBase):
         verified = self.run_verify(batch, draft_tokens)
         decision = self._decide(batch, verified, sessions, proposals, draft_tokens, lengths)
         decided = time.perf_counter()
-        self._send_outcomes(sessions, proposals, decision)
-        self._count(sessions, proposals, decision, (collected - started) * 1e3, (decided - collected) * 1e3)
+        records = [
+            RoundRecord(proposal.source, len(proposal.token_ids), accepted + 1)
+            for proposal, accepted in zip(proposals, decision.num_accepted.tolist(), strict=True)
+        ]
+        self._send_outcomes(sessions, records, decision)
+        self._count(sessions, records, (collected - started) * 1e3, (decided - collected) * 1e3)
         return self.verify_result(batch, verified, decision.token_ids, decision.num_accepted, on_publish)
 
     def _collect(self, sessions: list[VerifierSession | None]) -> list[ProposedRow]:
@@ -144,34 +148,27 @@ class SSDWorker(SpecWorkerBase):
             return decision
         return decide_by_shared_noise(verified.logits, rows, draft_tokens, lengths)
 
-    def _send_outcomes(self, sessions, proposals, decision: Decision) -> None:
+    def _send_outcomes(self, sessions, records: list[RoundRecord], decision: Decision) -> None:
         outcomes = []
-        for session, proposal, accepted, tokens in zip(
-            sessions, proposals, decision.num_accepted.tolist(), decision.token_ids.tolist(), strict=True
-        ):
+        for session, record, tokens in zip(sessions, records, decision.token_ids.tolist(), strict=True):
             if session is None:
                 continue
-            session.tokens.extend(tokens[: accepted + 1])
+            session.tokens.extend(tokens[: record.accept_length])
             session.num_rounds += 1
-            session.new_records.append(RoundRecord(proposal.source, accepted + 1))
-            outcomes.append(RowOutcome(session, accepted, tokens[accepted]))
+            session.new_records.append(record)
+            outcomes.append(RowOutcome(session, record.accept_length - 1, session.tokens[-1]))
         if self.client is not None:
             self.client.send_outcomes(outcomes, self._saguaro_c.current)
 
-    def _count(self, sessions, proposals, decision: Decision, wait_ms: float, verify_ms: float) -> None:
+    def _count(self, sessions, records: list[RoundRecord], wait_ms: float, verify_ms: float) -> None:
         if self.stats is None:
             return
-        records = [
-            RoundRecord(proposal.source, accepted + 1)
-            for proposal, accepted in zip(proposals, decision.num_accepted.tolist(), strict=True)
-        ]
         first = [s is not None and s.num_rounds == 1 for s in sessions]
         first_hits = sum(
             is_first and record.source == "hit" for is_first, record in zip(first, records, strict=True)
         )
-        num_proposed = sum(len(proposal.token_ids) for proposal in proposals)
         self._saguaro_c.observe(sum(record.accept_length for record in records), wait_ms + verify_ms)
-        self.stats.add_round(records, sum(first), first_hits, num_proposed, wait_ms, verify_ms)
+        self.stats.add_round(records, sum(first), first_hits, wait_ms, verify_ms)
 
     def _count_unusable(self, **numbers: int) -> None:
         if self.stats is not None:
