@@ -7,13 +7,14 @@ import random
 import pytest
 
 from sglang_ssd.algorithm.fan_out import FanOutQuery
-from sglang_ssd.draft.policy import _LONGEST_ROUND_S, DraftPolicy
+from sglang_ssd.algorithm.lookahead import Size
+from sglang_ssd.draft.policy import _LONGEST_ROUND_S, DraftPolicy, sizes_between
 
 K = 3
 
 
 def learned(outcomes, fan_out="measured", budget=8) -> DraftPolicy:
-    policy = DraftPolicy(K, budget, fan_out)
+    policy = DraftPolicy(Size(K, budget), fan_out)
     for accepted, rank in outcomes:
         policy.observe_outcome(
             source="hit",
@@ -29,7 +30,7 @@ def learned(outcomes, fan_out="measured", budget=8) -> DraftPolicy:
 @pytest.mark.parametrize("length", range(K + 1))
 def test_the_whole_budget_is_spent(fan_out, length):
     for budget in (0, 1, 5, 12):
-        policy = DraftPolicy(K, budget, fan_out)
+        policy = DraftPolicy(Size(K, budget), fan_out)
         counts = policy.allocate(FanOutQuery(length, budget, after_hit=False))
         assert len(counts) == length + 1 and sum(counts) == budget
 
@@ -46,7 +47,7 @@ def test_measured_goes_where_outcomes_were():
 
 
 def test_lists_are_refreshed_as_outcomes_come():
-    policy = DraftPolicy(K, 8)
+    policy = DraftPolicy(Size(K, 8))
     query = FanOutQuery(K, 8, after_hit=True)
     before = policy.allocate(query)
     for _ in range(400):
@@ -92,7 +93,7 @@ def test_an_idle_time_says_nothing_of_the_speed():
 
 
 def test_ordinary_speculative_decoding_always_drafts_all():
-    policy = DraftPolicy(K, 0)
+    policy = DraftPolicy(Size(K, 0))
     for i in range(50):
         policy.observe_round(1, now_s=i * 0.3)
     policy.observe_depth(1000.0, 1)
@@ -100,4 +101,49 @@ def test_ordinary_speculative_decoding_always_drafts_all():
 
 
 def test_unknown_times_mean_patience():
-    assert not DraftPolicy(K, 8).answers_now([1])
+    assert not DraftPolicy(Size(K, 8)).answers_now([1])
+
+
+# -- how much is drafted -------------------------------------------------------------------------------------------
+
+
+def adapted(
+    accepted: float, verify_ms: float, depth_ms: float, policy: DraftPolicy | None = None
+) -> DraftPolicy:
+    """A policy that may choose any size up to K=4, B=16, after a thousand rounds of one request: each drafted token is
+    accepted with probability ``accepted``, and the bonus token is mostly the first candidate."""
+    rng = random.Random(0)
+    policy = policy or DraftPolicy(Size(4, 16), smallest=Size(1, 0))
+    for i in range(1000):
+        num_proposed = policy.size.lookahead
+        num_accepted = next((k for k in range(num_proposed) if rng.random() >= accepted), num_proposed)
+        rank = min(int(rng.expovariate(1.0)), 15)
+        policy.observe_outcome(
+            source="hit", num_proposed=num_proposed, num_accepted=num_accepted, bonus_rank=rank, hit=rank < 3
+        )
+        policy.observe_depth(depth_ms, 1)
+        policy.estimator.observe_draft_depth(depth_ms, 16)
+        policy.observe_round(num_accepted + 1, num_rows=1, verify_ms=verify_ms, now_s=i * 0.1)
+    return policy
+
+
+def test_a_good_and_fast_draft_drafts_much():
+    size = adapted(0.9, verify_ms=100.0, depth_ms=10.0).size
+    assert size.lookahead == 4 and size.budget >= 4
+
+
+def test_a_slow_draft_drafts_what_fits_beside_the_verify():
+    assert adapted(0.9, verify_ms=100.0, depth_ms=45.0).size.lookahead < 3
+
+
+def test_a_useless_draft_drafts_as_little_as_it_may_and_recovers():
+    policy = adapted(0.0, verify_ms=100.0, depth_ms=10.0)
+    assert policy.size == Size(1, 0)
+    assert adapted(0.9, verify_ms=100.0, depth_ms=10.0, policy=policy).size.lookahead == 4
+
+
+def test_a_size_without_a_choice_stays():
+    policy = adapted(0.0, 100.0, 10.0, DraftPolicy(Size(4, 16)))
+    assert policy.size == Size(4, 16)
+    assert sizes_between(Size(3, 5), Size(3, 5)) == [Size(3, 5)]
+    assert sizes_between(Size(1, 0), Size(2, 5)) == [Size(k, b) for k in (1, 2) for b in (0, 1, 2, 4, 5)]

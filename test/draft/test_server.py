@@ -9,6 +9,7 @@ from draft.toy import VOCAB_SIZE, ToyChannel, ToyRunner, continuation, patient_p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ssd.algorithm.lookahead import Size
 from sglang_ssd.algorithm.ngram import History
 from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.server import PREFILL_CHUNK_TOKENS, DraftIdentity, DraftServer
@@ -59,6 +60,8 @@ class Harness:
         self.server = DraftServer(
             self.channel, self.runner, DraftIdentity("toy", "toy", max_sessions=8), self.make_policy
         )
+        #: What proposals may have.
+        self.lengths = {K}
         self.tokens: dict[int, list[int]] = {}
         self.proposals: dict[int, list[int]] = {}
         self.ticket = 0
@@ -110,6 +113,11 @@ class Harness:
             self.runner.in_the_middle = None
             happening()
 
+    def resize(self, size: Size) -> None:
+        """Let the policy have chosen this."""
+        (peer,) = self.server._peers.values()
+        peer.policy.size = size
+
     def take(self, rows: list[int]) -> dict[int, str]:
         """Check all proposals sent and return their sources by request."""
         sources = {}
@@ -122,9 +130,12 @@ class Harness:
                 sources[request] = source
                 self.proposals[request] = tokens
                 if source in ("hit", "neural"):
-                    assert tokens == continuation(self.tokens[request], K)
+                    assert len(tokens) in self.lengths and tokens == continuation(
+                        self.tokens[request], len(tokens)
+                    )
                 elif source == "ngram":
-                    assert tokens and tokens == History(self.tokens[request]).propose(K)
+                    assert len(tokens) in self.lengths
+                    assert tokens == History(self.tokens[request]).propose(len(tokens))
                 else:
                     assert tokens == []
         return sources
@@ -239,14 +250,19 @@ def test_an_ngram_backup_without_a_match_proposes_nothing():
     budget=st.sampled_from([0, 1, 4, 12]),
     tight=st.booleans(),
     fallback=st.sampled_from(["neural", "ngram", "auto"]),
+    resizes=st.booleans(),
 )
-def test_any_interleaving_proposes_the_drafts_own_continuation(seed, budget, tight, fallback):
+def test_any_interleaving_proposes_the_drafts_own_continuation(seed, budget, tight, fallback, resizes):
     """Random outcomes, some likely, some not, arriving after any number of forwards; requests join and leave; rows
     and slots may run out. Every proposal is right, and at the end everything is free."""
     rng = random.Random(seed)
     run = Harness(budget, fallback, num_rows=12 if tight else 128, num_slots=160 if tight else 4096)
     next_request = 1
+    if resizes:
+        run.lengths = set(range(1, K + 1))
     for _ in range(30):
+        if resizes:
+            run.resize(Size(rng.randint(1, K), rng.randint(0, budget)))
         if len(run.tokens) < 4 and rng.random() < 0.4:
             run.open(next_request, [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))])
             next_request += 1
@@ -507,7 +523,7 @@ def test_no_room_for_a_session_is_counted_and_answered():
 def test_a_verifier_that_waits_may_get_a_shorter_proposal_and_goes_on_from_it():
     class Impatient(Harness):
         make_policy = staticmethod(
-            lambda hello: ImpatientPolicy(hello.lookahead, hello.fan_out_budget, "uniform")
+            lambda hello: ImpatientPolicy(Size(hello.lookahead, hello.fan_out_budget), "uniform")
         )
 
     run = Impatient()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from sglang_ssd.algorithm.lookahead import Size
 from sglang_ssd.bridge.draft_runner import Capacity
 from sglang_ssd.draft.forking_paths import Guess
 from sglang_ssd.draft.policy import DraftPolicy
@@ -179,4 +180,4 @@ class _PatientPolicy(DraftPolicy):
 
 def patient_policy(hello: Hello) -> DraftPolicy:
     """A policy that always drafts all K tokens and forks evenly, so that nothing depends on the clock."""
-    return _PatientPolicy(hello.lookahead, hello.fan_out_budget, "uniform", hello.fallback)
+    return _PatientPolicy(Size(hello.lookahead, hello.fan_out_budget), "uniform", hello.fallback)

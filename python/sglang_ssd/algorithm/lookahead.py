@@ -45,6 +45,13 @@ def measured_cost(ms_by_size: Mapping[int, float]) -> Cost:
     return lambda size: float(numpy.interp(size, sizes, times))
 
 
+class Size(NamedTuple):
+    """How much is drafted for one request and round: K tokens a path, B branches."""
+
+    lookahead: int
+    budget: int
+
+
 class RoundCosts(NamedTuple):
     """Times of one pair on its devices.
 
@@ -83,6 +90,10 @@ class Prediction(NamedTuple):
     hit_rate: float
     tokens_per_round: float
     tokens_per_ms: float
+
+    @property
+    def size(self) -> Size:
+        return Size(self.lookahead, self.budget)
 
     @property
     def work(self) -> int:
@@ -219,7 +230,7 @@ def _backup(
 
 def choose(
     candidates: Iterable[Prediction],
-    current: tuple[int, int] | None = None,
+    current: Size | None = None,
     *,
     tolerance: float = 0.01,
     margin: float = 0.05,
@@ -241,7 +252,7 @@ def choose(
         (p for p in predictions if p.tokens_per_ms >= best_speed * (1.0 - tolerance)),
         key=lambda p: (p.work, -p.tokens_per_ms),
     )
-    running = next((p for p in predictions if (p.lookahead, p.budget) == current), None)
+    running = next((p for p in predictions if p.size == current), None)
     if running is None or aim.work < running.work or best_speed > running.tokens_per_ms * (1.0 + margin):
         return aim
     return running

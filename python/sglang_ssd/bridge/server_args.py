@@ -27,6 +27,11 @@ SAMPLINGS = ("shared-noise", "residual")
 #: depths fit beside it; published GPU pairs have room for four.
 DEFAULT_LOOKAHEAD = {"cpu": 2, "cuda": 4}
 DEFAULT_FAN_OUT_BUDGET = {"cpu": 4, "cuda": 16}
+#: Largest K and B where the user says ``auto``. The verify step is always as wide as the largest K; on a CPU four tokens
+#: take as long as one.
+AUTO = "auto"
+LARGEST_LOOKAHEAD = {"cpu": 3, "cuda": 7}
+LARGEST_FAN_OUT_BUDGET = {"cpu": 16, "cuda": 32}
 
 
 class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
@@ -34,6 +39,8 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
 
     ssd_mode: str = "async"
     ssd_fan_out_budget: int | None = None
+    ssd_adapts_lookahead: bool = False
+    ssd_adapts_budget: bool = False
     ssd_fan_out: str = "measured"
     ssd_fallback: str = "neural"
     ssd_draft_endpoint: str | None = None
@@ -53,7 +60,8 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
 
 
 def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ssd-*`` to a parser that holds SGLang's flags."""
+    """Add ``--ssd-*`` to a parser that holds SGLang's flags, and let its ``--speculative-num-steps`` be ``auto``."""
+    parser._option_string_actions["--speculative-num-steps"].type = int_or_auto
     group = parser.add_argument_group("speculative speculative decoding (sglang-ssd)")
     add = group.add_argument
     add(
@@ -65,8 +73,9 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--ssd-fan-out-budget",
-        type=int,
-        help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding. Default: 4 on a CPU, 16 elsewhere.",
+        type=int_or_auto,
+        help="Outcomes prepared per request and round (B). 0 is ordinary speculative decoding. auto: what is fastest by "
+        "measured times and hit rates, up to 16 on a CPU and 32 elsewhere. Default: 4 on a CPU, 16 elsewhere.",
     )
     add(
         "--ssd-fan-out",
@@ -133,6 +142,11 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def int_or_auto(text: str) -> int | str:
+    """Type of an option that is a number or ``auto``."""
+    return AUTO if text == AUTO else int(text)
+
+
 def parse_server_args(argv: list[str]) -> SSDServerArgs:
     """Parse a command line. ``SystemExit`` as argparse does on unknown or malformed flags."""
     parser = argparse.ArgumentParser(prog="sglang_ssd.launch_server")
@@ -174,7 +188,9 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         # As SGLang does for its own algorithms: without a second device the overlapped loop only adds a late round, and
         # plain decoding then counts penalties one token late.
         args.disable_overlap_schedule = True
+    args.ssd_adapts_lookahead = args.ssd_adapts_budget = False
     if args.ssd_mode == "off":
+        args.ssd_fan_out_budget = None
         args.speculative_algorithm = args.speculative_draft_model_path = None
         args.speculative_num_steps = args.speculative_eagle_topk = args.speculative_num_draft_tokens = None
         return args
@@ -184,10 +200,15 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         )
     kind = "cpu" if args.device == "cpu" else "cuda"
     lookahead = args.speculative_num_steps
-    if lookahead is None:
-        lookahead = DEFAULT_LOOKAHEAD[kind]
-    if args.ssd_fan_out_budget is None:
-        args.ssd_fan_out_budget = DEFAULT_FAN_OUT_BUDGET[kind]
+    # Synchronous decoding is the fixed baseline.
+    args.ssd_adapts_lookahead = lookahead == AUTO and args.ssd_mode == "async"
+    args.ssd_adapts_budget = args.ssd_fan_out_budget == AUTO and args.ssd_mode == "async"
+    if lookahead is None or lookahead == AUTO:
+        lookahead = (LARGEST_LOOKAHEAD if args.ssd_adapts_lookahead else DEFAULT_LOOKAHEAD)[kind]
+    if args.ssd_fan_out_budget is None or args.ssd_fan_out_budget == AUTO:
+        args.ssd_fan_out_budget = (
+            LARGEST_FAN_OUT_BUDGET if args.ssd_adapts_budget else DEFAULT_FAN_OUT_BUDGET
+        )[kind]
     if lookahead < 1:
         raise ValueError(f"--speculative-num-steps {lookahead}: the lookahead must be at least 1")
     if args.speculative_num_draft_tokens not in (None, lookahead + 1):
@@ -243,6 +264,8 @@ class SSDOptions(NamedTuple):
     fan_out_budget: int
     fan_out: str
     fallback: str
+    adapts_lookahead: bool
+    adapts_budget: bool
     draft_endpoint: str | None
     sampling: str
     saguaro_scales: tuple[float, ...]
@@ -261,6 +284,8 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
             0 if args.ssd_mode == "sync" else args.ssd_fan_out_budget,
             args.ssd_fan_out,
             args.ssd_fallback,
+            args.ssd_adapts_lookahead,
+            args.ssd_adapts_budget,
             args.ssd_draft_endpoint,
             args.ssd_sampling,
             saguaro_scales(args.ssd_saguaro_c),
@@ -275,6 +300,8 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
         DEFAULT_FAN_OUT_BUDGET["cpu" if args.device == "cpu" else "cuda"],
         own["ssd_fan_out"],
         own["ssd_fallback"],
+        False,
+        False,
         os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT"),
         "shared-noise",
         (1.0,),

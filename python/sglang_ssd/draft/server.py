@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from sglang_ssd.algorithm.fallback import Fallback
+from sglang_ssd.algorithm.lookahead import Size
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
 from sglang_ssd.draft.policy import DraftPolicy
@@ -136,11 +137,14 @@ class DraftServer:
         )
 
     def _estimates(self) -> dict[str, float | None]:
-        """What the verifiers' rounds taught: the mean over verifiers, and the lowest threshold of them."""
+        """What the verifiers' rounds taught: means over verifiers, the largest size, and the lowest threshold."""
         policies = [peer.policy for peer in self._peers.values()]
         if not policies:
             return {}
+        size = max(policy.size for policy in policies)
         return {
+            "lookahead": size.lookahead,
+            "fan_out_budget": size.budget,
             "acceptance": fmean(policy.acceptance() for policy in policies),
             "power_law_r": fmean(policy.estimator.power_law_r(after_hit=True) for policy in policies),
             "fallback_threshold": min(
@@ -204,7 +208,7 @@ class DraftServer:
             if not session.applies(key, outcome, message.committed_lens[row]):
                 continue
             branch = session.cache.peek(outcome)
-            is_complete = branch is not None and len(branch.drafted) == session.lookahead
+            is_complete = branch is not None and len(branch.drafted) >= session.lookahead
             if self._undecided is not None and (branch is None or is_complete):
                 self._undecided.discard(session)
             if is_complete:
@@ -287,8 +291,8 @@ class DraftServer:
             message.token_ids,
             main,
             law,
-            hello.lookahead,
-            hello.fan_out_budget,
+            peer.policy.size,
+            hello.fan_out_budget + 1,
             self._paths,
             peer.policy.allocate,
         )
@@ -307,7 +311,9 @@ class DraftServer:
         unanswerable: list[tuple[int, Source]] = []
         self._counts.rounds += 1
         missed: list[Session] = []
-        peer.policy.observe_round(sum(message.num_accepted) + len(message.num_accepted))
+        peer.policy.observe_round(
+            sum(message.num_accepted) + len(message.num_accepted), len(message.requests), message.verify_ms
+        )
         peer.saguaro_c = message.saguaro_c if 0.0 <= message.saguaro_c <= 1.0 else 1.0
         for row, key in enumerate(message.keys()):
             session = peer.sessions.get(key.request)
@@ -335,7 +341,7 @@ class DraftServer:
                 "bonus_rank": session.bonus_rank(outcome),
             }
             peer.policy.observe_ngram(session.ngram_instead, session.committed(outcome))
-            hit = session.take_outcome(outcome, Due(message.ticket, row, "neural"))
+            hit = session.take_outcome(outcome, Due(message.ticket, row, "neural"), peer.policy.size)
             peer.policy.observe_outcome(**known, hit=hit)
             self._counts.hits += hit
             answer = (peer_id, message.ticket, row)
@@ -348,7 +354,7 @@ class DraftServer:
                 unanswerable.append((row, "none"))
             elif not hit and not session.needs_prefill:
                 missed.append(session)
-            if not self._has_context(session.main.length, session.lookahead):
+            if not self._has_context(session.main.length, peer.hello.lookahead):
                 if session.due is not None:
                     unanswerable.append((row, "none"))
                 self._deny(peer, session)
@@ -412,9 +418,18 @@ class DraftServer:
         elif forks:
             self._prefill_was_last = False
             self._undecided = {session for session, _ in forks}
-            self._counts.fork_ms += self._run_lanes(forks)
+            ended_early = self._counts.forwards_ended_early
+            ms = self._run_lanes(forks)
+            self._counts.fork_ms += ms
             self._counts.fork_forwards += 1
             self._undecided = None
+            if self._counts.forwards_ended_early == ended_early:
+                self._observe_fork_depth(ms, forks)
+
+    def _observe_fork_depth(self, ms: float, forks: list[tuple[Session, list[Path]]]) -> None:
+        num_rows = sum(len(lanes) for _, lanes in forks)
+        for peer in {id(peer): peer for session, _ in forks if (peer := self._peer_of(session))}.values():
+            peer.policy.estimator.observe_draft_depth(ms, num_rows)
 
     def _run_prefill(self, prompts: list[Session]) -> None:
         """Forward as much of these prompts, in order, as one forward may take."""
@@ -473,8 +488,7 @@ class DraftServer:
         return Position(
             session.law,
             index=path.num_cached + num_forwarded - 1,
-            # Forks can need the drafted token and all of the budget at one position.
-            num_candidates=session.budget + 1,
+            num_candidates=session.num_candidates,
             fan_out=session.fan_out_at(depth) if session.law.is_residual else 0,
             saguaro_c=self._peer_of(session).saguaro_c if session.law.is_residual else 1.0,
         )
@@ -555,7 +569,11 @@ class DraftServer:
 
 def policy_for(hello: Hello) -> DraftPolicy:
     """What a verifier asked for."""
-    return DraftPolicy(hello.lookahead, hello.fan_out_budget, hello.fan_out, hello.fallback)
+    size = Size(hello.lookahead, hello.fan_out_budget)
+    smallest = Size(
+        1 if hello.adapts_lookahead else size.lookahead, 0 if hello.adapts_budget else size.budget
+    )
+    return DraftPolicy(size, hello.fan_out, hello.fallback, smallest)
 
 
 def proposal(ticket: int, rows: list[int], sources: list[Source], paths: list[Path]) -> Proposal:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_ssd.algorithm.fan_out import Allocator, FanOutQuery
+from sglang_ssd.algorithm.lookahead import Size
 from sglang_ssd.algorithm.ngram import History
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Guess, Path
@@ -34,16 +35,17 @@ class Session:
         token_ids: Sequence[int],
         main: Path,
         law: DraftLaw,
-        lookahead: int,
-        budget: int,
+        size: Size,
+        num_candidates: int,
         paths: ForkingPaths,
         allocate: Allocator,
     ) -> None:
         self.key = key
         self.main = main
         self.law = law
-        self.lookahead = lookahead
-        self.budget = budget
+        self.lookahead, self.budget = size
+        #: Ranks kept of each position. Forks can need the drafted token and all of the budget at one position.
+        self.num_candidates = num_candidates
         self.cache = SpeculationCache()
         self.due: Due | None = None
         self._paths = paths
@@ -74,7 +76,7 @@ class Session:
     @property
     def can_answer(self) -> bool:
         """An answer is owed and the proposal is complete."""
-        return self.due is not None and self._is_prefilled and len(self.main.drafted) == self.lookahead
+        return self.due is not None and self._is_prefilled and len(self.main.drafted) >= self.lookahead
 
     def bonus_rank(self, outcome: Outcome) -> int | None:
         """The bonus token's place among the candidates of its position, from 0; None where there were none yet."""
@@ -95,7 +97,7 @@ class Session:
     @property
     def is_cache_complete(self) -> bool:
         """Every branch has its K tokens."""
-        return all(len(branch.drafted) == self.lookahead for branch in self.cache.branches())
+        return all(len(branch.drafted) >= self.lookahead for branch in self.cache.branches())
 
     def drafts_up_to(self, path: Path) -> int:
         """Tokens that this path may hold. A proposal that is out, short or not, must not grow: the verifier would not
@@ -139,8 +141,10 @@ class Session:
         if self.due is not None:
             self.main.draft(guess)
 
-    def take_outcome(self, outcome: Outcome, due: Due) -> bool:
-        """The verifier's outcome arrived. True when a branch stood for it; ``due.source`` is set accordingly."""
+    def take_outcome(self, outcome: Outcome, due: Due, size: Size) -> bool:
+        """The verifier's outcome arrived. True when a branch stood for it; ``due.source`` is set accordingly. ``size``: of
+        the next proposal and its branches."""
+        self.lookahead, self.budget = size
         self._history.extend(self.committed(outcome))
         self.ngram_instead = []
         if not self._is_prefilled:

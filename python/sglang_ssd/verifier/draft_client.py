@@ -161,9 +161,11 @@ class DraftClient:
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
-    def send_outcomes(self, outcomes: list[RowOutcome], saguaro_c: float = 1.0) -> None:
+    def send_outcomes(
+        self, outcomes: list[RowOutcome], saguaro_c: float = 1.0, verify_ms: float = 0.0
+    ) -> None:
         """Say how a verification ended. What the draft does not hold is opened again first. ``saguaro_c``: the scale of
-        the next guesses (residual sampling)."""
+        the next guesses (residual sampling). ``verify_ms``: what the verification took, 0 for a prompt."""
         rows: list[RowOutcome] = []
         for outcome in outcomes:
             session = outcome.session
@@ -188,6 +190,7 @@ class DraftClient:
                 [row.num_accepted for row in rows],
                 [row.bonus_token for row in rows],
                 saguaro_c,
+                verify_ms,
             )
         )
         for row in rows:

@@ -51,6 +51,8 @@ class SSDScheduler(SchedulerBase):
             sampling=options.sampling,
             fan_out=options.fan_out,
             fallback=options.fallback,
+            adapts_lookahead=options.adapts_lookahead,
+            adapts_budget=options.adapts_budget,
         )
         try:
             client = DraftClient(options.draft_endpoint, hello, options.round_timeout_ms)

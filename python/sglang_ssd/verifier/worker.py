@@ -99,7 +99,7 @@ class SSDWorker(SpecWorkerBase):
             RoundRecord(proposal.source, len(proposal.token_ids), accepted + 1)
             for proposal, accepted in zip(proposals, decision.num_accepted.tolist(), strict=True)
         ]
-        self._send_outcomes(sessions, records, decision)
+        self._send_outcomes(sessions, records, decision, (decided - collected) * 1e3)
         self._count(sessions, records, (collected - started) * 1e3, (decided - collected) * 1e3)
         return self.verify_result(batch, verified, decision.token_ids, decision.num_accepted, on_publish)
 
@@ -148,7 +148,9 @@ class SSDWorker(SpecWorkerBase):
             return decision
         return decide_by_shared_noise(verified.logits, rows, draft_tokens, lengths)
 
-    def _send_outcomes(self, sessions, records: list[RoundRecord], decision: Decision) -> None:
+    def _send_outcomes(
+        self, sessions, records: list[RoundRecord], decision: Decision, verify_ms: float
+    ) -> None:
         outcomes = []
         for session, record, tokens in zip(sessions, records, decision.token_ids.tolist(), strict=True):
             if session is None:
@@ -158,7 +160,7 @@ class SSDWorker(SpecWorkerBase):
             session.new_records.append(record)
             outcomes.append(RowOutcome(session, record.accept_length - 1, session.tokens[-1]))
         if self.client is not None:
-            self.client.send_outcomes(outcomes, self._saguaro_c.current)
+            self.client.send_outcomes(outcomes, self._saguaro_c.current, verify_ms)
 
     def _count(self, sessions, records: list[RoundRecord], wait_ms: float, verify_ms: float) -> None:
         if self.stats is None:

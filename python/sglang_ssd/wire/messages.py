@@ -44,8 +44,9 @@ class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=
 class Hello(_Message):
     """Verifier to draft, first message of a connection.
 
-    ``fan_out_budget`` is the number of outcomes that may be prepared per request and round; 0 asks for ordinary
-    (synchronous) speculative decoding. ``context_length`` is the longest sequence the verifier can reach, in tokens.
+    ``lookahead`` tokens are proposed in a row, and ``fan_out_budget`` outcomes prepared per request and round; a budget of
+    0 asks for ordinary (synchronous) speculative decoding. With ``adapts_lookahead`` and
+    ``adapts_budget`` these are limits, within which the draft chooses what is fastest. ``context_length`` is the longest sequence the verifier can reach, in tokens.
     """
 
     protocol_version: int
@@ -58,6 +59,8 @@ class Hello(_Message):
     sampling: Sampling = "shared-noise"
     fan_out: FanOutName = "measured"
     fallback: FallbackName = "neural"
+    adapts_lookahead: bool = False
+    adapts_budget: bool = False
 
 
 class Welcome(_Message):
@@ -97,7 +100,7 @@ class Round(_Message):
 
     ``committed_lens`` counts the tokens of the request including the new bonus token. It must equal what the draft
     holds after it applies the outcome; otherwise the row is answered as ``unknown``. ``saguaro_c`` is the scale C that
-    guesses of residual sampling are drawn with from now on.
+    guesses of residual sampling are drawn with from now on. ``verify_ms`` is what this verification took.
     """
 
     ticket: int
@@ -107,6 +110,7 @@ class Round(_Message):
     num_accepted: list[int]
     bonus_tokens: list[int]
     saguaro_c: float = 1.0
+    verify_ms: float = 0.0
 
     def keys(self) -> list[RowKey]:
         return [RowKey(*pair) for pair in zip(self.requests, self.generations, strict=True)]
@@ -151,7 +155,8 @@ class Pong(_Message):
 
 class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Counters of one draft process since it started. Times are sums in milliseconds. ``fallback_threshold`` is the batch
-    size b* of Theorem 17 from which on n-gram backups are faster; None while unknown or never."""
+    size b* of Theorem 17 from which on n-gram backups are faster; None while unknown or never. ``lookahead`` and
+    ``fan_out_budget`` are those in force, the largest over verifiers."""
 
     num_sessions: int = 0
     num_branch_rows: int = 0
@@ -181,6 +186,8 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     power_law_r: float = 0.0
     ngram_answers: int = 0
     fallback_threshold: float | None = None
+    lookahead: int = 0
+    fan_out_budget: int = 0
 
 
 ToDraft = Hello | Open | Round | Close | Ping | Pong | Refuse
