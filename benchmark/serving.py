@@ -151,7 +151,12 @@ class Server:
 
 
 @contextmanager
-def serving(arguments: list[str], log_path: Path, label: str = "server") -> Iterator[Server]:
+def serving(
+    arguments: list[str],
+    log_path: Path,
+    label: str = "server",
+    launcher: Sequence[str] = ("-m", "sglang_ssd.launch_server"),
+) -> Iterator[Server]:
     """``python -m sglang_ssd.launch_server`` with these arguments, its output in ``log_path``.
 
     Raises ``ServerFailed`` when it ends or does not answer within ``START_TIMEOUT_S``, and when something of it is
@@ -159,7 +164,7 @@ def serving(arguments: list[str], log_path: Path, label: str = "server") -> Iter
     """
     port = free_port()
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "sglang_ssd.launch_server", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, *launcher, "--host", "127.0.0.1", "--port", str(port)]
     with log_path.open("wb") as log:
         # A session of its own: Ctrl-C stops the benchmark, which then stops its server in order.
         process = subprocess.Popen(

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmark"))
 
 import e2e
+import emulated
 import exactness
 import measurement
 import report
 import serving
+import stretched
 import transport
 from measurement import Measurement
 from serving import Generation
@@ -308,3 +310,51 @@ def test_a_start_that_fails_shows_the_end_of_the_log(tmp_path: Path) -> None:
     with pytest.raises(serving.ServerFailed, match=r"exit code 3(.|\n)*line 99") as failure:
         serving._wait_until_ready(serving.Server("http://127.0.0.1:1", log), process, "test")
     assert "line 79" not in str(failure.value)
+
+
+# -- emulated ----------------------------------------------------------------------------------------------------
+
+
+def emulated_measurement(**changes) -> Measurement:
+    fields = dict(
+        tokens_per_s=200.0, decode_tokens_per_s=250.0, first_token_ms=20.0, num_tokens=100, seconds=0.5,
+        rounds=40, accept_length=2.5, hit_rate=0.9, tokens_hit=2.6, tokens_miss=1.6, verify_ms=12.0,
+        draft_wait_ms=0.5,
+    )  # fmt: skip
+    return Measurement(**(fields | changes))
+
+
+def test_an_emulated_round_is_told_against_the_longer_side() -> None:
+    row = emulated.row_of(
+        emulated.Configuration("async", "3", "12"), 1, emulated_measurement(), depth_ms=2.0, verify_ms=9.0
+    )
+    # 2.5 tokens at 250 a second take 10 ms; 9 of these are the verify, .6 the backups of a tenth of the rounds.
+    assert row.round_ms == pytest.approx(10.0)
+    assert row.added_ms == pytest.approx(0.4)
+    assert 0.9 < row.of_theorem_7 < 1.0
+
+
+def test_what_has_no_theorem_is_not_told_one() -> None:
+    plain = emulated.row_of(
+        emulated.Configuration("off"), 1, emulated_measurement(rounds=None), depth_ms=2.0, verify_ms=9.0
+    )
+    assert plain.round_ms is plain.added_ms is plain.of_theorem_7 is None
+    for configuration in (
+        emulated.Configuration("async", "auto", "auto"),
+        emulated.Configuration("sync", "3"),
+    ):
+        assert emulated.row_of(configuration, 1, emulated_measurement(), 2.0, 9.0).added_ms is None
+
+
+def test_stretched_methods_sleep_for_the_rest_where_it_applies(monkeypatch) -> None:
+    class Model:
+        def forward(self, size: int) -> int:
+            return size
+
+    slept: list[float] = []
+    monkeypatch.setattr(stretched.time, "sleep", slept.append)
+    stretched.stretch(Model, "forward", 60_000.0, lambda size: size > 1)
+    assert Model().forward(1) == 1 and not slept
+    assert Model().forward(2) == 2
+    (seconds,) = slept
+    assert 0.0 < seconds <= 60.0

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 #: A draft that was told to stop and did not is killed after this.
 STOP_TIMEOUT_S = 5.0
+#: How a draft is started.
+LAUNCHER = (sys.executable, "-m", "sglang_ssd.launch_draft")
 
 
 class DraftProcess:
@@ -25,7 +27,7 @@ class DraftProcess:
         self._run_directory = RunDirectory()
         self.endpoint = self._run_directory.endpoint("draft")
         self._ready_fd, child_fd = os.pipe()
-        command = [sys.executable, "-m", "sglang_ssd.launch_draft", "--endpoint", self.endpoint, *arguments]
+        command = [*LAUNCHER, "--endpoint", self.endpoint, *arguments]
         # A session of its own: Ctrl-C reaches the server, which then stops its draft in order.
         self._process = subprocess.Popen(
             [*command, "--ready-fd", str(child_fd), "--stop-with-parent"],

@@ -1,0 +1,200 @@
+"""Measure the whole system at the times of other devices: the real scheduler, wire and draft loop with the test pair, whose
+forwards are stretched to stated times by sleeping (``stretched.py``).
+
+Defaults are published times of Qwen3-32B with the 0.6B as draft on H100: 11.5 ms a verify, 2.54 ms a draft depth. Here the
+test pair's own forwards must be shorter than that; where they are not, ``--scale`` stretches all times alike, which leaves
+every ratio as it is. What is added to a round (send, queue, look-up, receive, bookkeeping) is told in true milliseconds.
+
+One line a configuration: plain decoding, synchronous speculation at every K, and SSD. Theorem 7 says what SSD would reach
+at the measured hit rate if nothing were added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import options
+import stretched
+from measurement import Measurement, summarize
+from report import format_table, machine_facts, write_json
+from serving import Server, serving
+from tqdm import tqdm
+
+from sglang_ssd.algorithm.theory import ssd_tokens_per_ms
+
+PROMPT_LENGTH, NUM_WARM_UPS = 24, 2
+LAUNCHER = (str(Path(stretched.__file__)), "server")
+
+
+class Configuration(NamedTuple):
+    """``lookahead`` and ``budget`` as the flags take them."""
+
+    mode: str
+    lookahead: str | None = None
+    budget: str | None = None
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.mode, *(f"{n}={v}" for n, v in zip("KB", self[1:]) if v is not None)])
+
+    @property
+    def flags(self) -> list[str]:
+        flags = ["--ssd-mode", self.mode]
+        if self.lookahead is not None:
+            flags += ["--speculative-num-steps", self.lookahead]
+        if self.budget is not None:
+            flags += ["--ssd-fan-out-budget", self.budget]
+        return flags
+
+
+class Row(NamedTuple):
+    """One configuration at one concurrency. Milliseconds are true ones, a round each."""
+
+    configuration: str
+    num_at_once: int
+    tokens_per_s: float
+    accept_length: float | None
+    hit_rate: float | None
+    round_ms: float | None
+    verify_ms: float | None
+    wait_ms: float | None
+    added_ms: float | None
+    of_theorem_7: float | None
+
+
+def configurations(args: argparse.Namespace) -> list[Configuration]:
+    sync = [Configuration("sync", str(k)) for k in args.sync_lookaheads]
+    ssd = [Configuration("async", str(k), str(b)) for k in args.lookaheads for b in args.budgets]
+    auto = [Configuration("async", "auto", "auto")] if args.auto else []
+    return [Configuration("off"), *sync, *ssd, *auto]
+
+
+def row_of(
+    configuration: Configuration, num_at_once: int, measured: Measurement, depth_ms: float, verify_ms: float
+) -> Row:
+    """``depth_ms`` and ``verify_ms``: the stated times."""
+    if measured.rounds is None:
+        return Row(configuration.name, num_at_once, measured.tokens_per_s, *[None] * 7)
+    round_ms = 1e3 * measured.seconds / measured.rounds
+    is_fixed = (configuration.lookahead or "").isdigit()
+    added_ms = of_theorem = None
+    if configuration.mode == "async" and is_fixed and num_at_once == 1:
+        lookahead = int(configuration.lookahead)
+        # Without what is added: a round is the longer of both sides, and a miss waits for its backup.
+        ideal = ssd_tokens_per_ms(
+            hit_rate=measured.hit_rate,
+            tokens_hit=measured.tokens_hit or 0.0,
+            tokens_miss=measured.tokens_miss or 0.0,
+            verify_ms=verify_ms,
+            primary_ms=(lookahead + 1) * depth_ms,
+            backup_ms=lookahead * depth_ms,
+        )
+        of_theorem = measured.decode_tokens_per_s / (1e3 * ideal)
+        ideal_ms = max(verify_ms, (lookahead + 1) * depth_ms) + (1 - measured.hit_rate) * lookahead * depth_ms
+        round_ms = 1e3 * measured.accept_length / measured.decode_tokens_per_s
+        added_ms = round_ms - ideal_ms
+    return Row(
+        configuration.name, num_at_once, measured.tokens_per_s, measured.accept_length, measured.hit_rate,
+        round_ms, measured.verify_ms, measured.draft_wait_ms, added_ms, of_theorem,
+    )  # fmt: skip
+
+
+def prompts_of(num: int) -> list[list[int]]:
+    """Printable bytes, which are tokens of the test pair."""
+    rng = Random(0)
+    return [rng.choices(range(32, 127), k=PROMPT_LENGTH) for _ in range(num)]
+
+
+def measure(server: Server, num_at_once: int, args: argparse.Namespace, label: str) -> Measurement:
+    prompts = prompts_of(NUM_WARM_UPS + args.num_prompts * num_at_once)
+
+    def ask(prompt: list[int]):
+        return server.generate(prompt, args.max_tokens)
+
+    for prompt in prompts[:NUM_WARM_UPS]:
+        ask(prompt)
+    before, started = server.ssd_state(), time.perf_counter()
+    with ThreadPoolExecutor(num_at_once) as pool:
+        answers = list(
+            tqdm(pool.map(ask, prompts[NUM_WARM_UPS:]), desc=label, total=len(prompts) - NUM_WARM_UPS)
+        )
+    return summarize(answers, time.perf_counter() - started, before, server.ssd_state())
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    verify_ms, depth_ms = args.scale * args.verify_ms, args.scale * args.depth_ms
+    os.environ[stretched.VERIFY_MS], os.environ[stretched.DEPTH_MS] = str(verify_ms), str(depth_ms)
+    facts, rows = machine_facts(), []
+    with options.temporary_test_pair() as pair:
+        for configuration in configurations(args):
+            arguments = options.server_arguments(pair, configuration.mode, dtype="float32")
+            arguments += configuration.flags
+            log = options.log_path(args.out, configuration.name)
+            with serving(arguments, log, configuration.name, LAUNCHER) as server:
+                for num_at_once in args.concurrency:
+                    label = f"{configuration.name}, {num_at_once} at once"
+                    measured = measure(server, num_at_once, args, label)
+                    rows.append(row_of(configuration, num_at_once, measured, depth_ms, verify_ms))
+    report(args, facts, rows)
+    return 0
+
+
+def report(args: argparse.Namespace, facts: dict[str, Any], rows: Sequence[Row]) -> None:
+    print(f"\n{format_table([name.replace('_', ' ') for name in Row._fields], rows)}\n")
+    speed_ups = {}
+    for num_at_once in args.concurrency:
+        best = {
+            mode: max((r for r in rows if r.num_at_once == num_at_once and r.configuration.startswith(mode)),
+                      key=lambda row: row.tokens_per_s, default=None)
+            for mode in ("off", "sync", "async")
+        }  # fmt: skip
+        if all(best.values()):
+            speed_ups[num_at_once] = {
+                "best sync": best["sync"].configuration,
+                "best async": best["async"].configuration,
+                "async/sync": best["async"].tokens_per_s / best["sync"].tokens_per_s,
+                "async/off": best["async"].tokens_per_s / best["off"].tokens_per_s,
+            }
+            print(f"{num_at_once} at once: {speed_ups[num_at_once]}")
+    write_json(
+        args.out,
+        {
+            "rows": [row._asdict() for row in rows],
+            "speed_ups": speed_ups,
+            "machine": facts,
+            "arguments": options.arguments_as_json(args),
+        },
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = options.Parser("emulated", __doc__)
+    add = parser.add_argument
+    add("--verify-ms", type=float, default=11.5, help="a target forward (default: %(default)s)")
+    add("--depth-ms", type=float, default=2.54, help="a draft forward (default: %(default)s)")
+    add("--scale", type=float, default=1.0, help="stretches both times (default: %(default)s)")
+    add("--lookaheads", type=int, nargs="+", default=[3], help="K of SSD (default: 3)")
+    add("--budgets", type=int, nargs="+", default=[8, 12], help="B of SSD (default: 8 12)")
+    add("--sync-lookaheads", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="K of sync (default: 1 to 5)")
+    add("--auto", action="store_true", help="also SSD with K and B auto")
+    add("--concurrency", type=int, nargs="+", default=[1], help="requests at a time (default: 1)")
+    parser.add_count("--num-prompts", 8, "prompts for each request at a time")
+    parser.add_count("--max-tokens", 128, "tokens a prompt")
+    parser.add_out("emulated.json")
+    args = parser.parse_args(argv)
+    for option in ("verify_ms", "depth_ms", "scale"):
+        if not getattr(args, option) > 0:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be above 0")
+    return args
+
+
+if __name__ == "__main__":
+    options.run_script(main, "emulated")
