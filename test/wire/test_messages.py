@@ -51,6 +51,8 @@ def values(hint, num_items: int | None = None) -> st.SearchStrategy:
         return st.one_of(*(values(option) for option in get_args(hint)))
     if hint is NoneType:
         return st.none()
+    if get_origin(hint) is dict:
+        return st.dictionaries(*(values(part) for part in get_args(hint)), max_size=4)
     if get_origin(hint) is list:
         sizes = dict(max_size=4) if num_items is None else dict(min_size=num_items, max_size=num_items)
         return st.lists(values(*get_args(hint)), **sizes)
