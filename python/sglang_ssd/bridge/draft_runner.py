@@ -12,12 +12,14 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from sglang_ssd.bridge.memory import bytes_per_kv_token
-from sglang_ssd.bridge.prefix_cache import Prefix, PrefixCache
+
+if TYPE_CHECKING:
+    from sglang_ssd.bridge.prefix_cache import Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ class DraftModelRunner:
         self._num_rows = self._tables.shape[0] - 1
         self._free_rows = list(range(self._num_rows, 0, -1))
         self._total_slots = self._allocator.available_size()
+        from sglang_ssd.bridge.prefix_cache import PrefixCache
+
         self._prefixes = PrefixCache(self.runner.req_to_token_pool, self._allocator)
 
     # -- rows and slots ------------------------------------------------------------------------------------------
