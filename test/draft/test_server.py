@@ -385,16 +385,20 @@ def test_a_miss_of_one_row_does_not_delay_the_hits_of_others():
     assert run.take([1, 2, 3, 4]) == {4: "neural"}
 
 
-def test_context_limit_ends_proposals_not_the_request():
-    run = Harness(context_length=24)
+@pytest.mark.parametrize("fallback", ["neural", "ngram", "auto"])
+def test_context_limit_ends_proposals_not_the_request(fallback):
+    run = Harness(fallback=fallback, context_length=24)
     run.open(1, list(range(12)))
     run.run()
     sources = []
-    for _ in range(5):
-        run.outcome({1: (len(run.proposals[1]), 5)})
+    for bonus in range(30, 35):
+        run.outcome({1: (len(run.proposals[1]), bonus)})
         run.run()
+        answered = [row for message in run.channel.sent[PEER] for row in message.rows]
+        assert answered == [0], "each row is answered once"
         sources.append(run.take([1])[1])
-    assert sources[0] in ("hit", "neural") and sources[-2:] == ["none", "none"]
+    assert fallback != "neural" or sources[0] in ("hit", "neural")
+    assert sources[-2:] == ["none", "none"]
     run.say(Close([1], [0], "finished"))
     run.run()
     run.assert_all_free()

@@ -356,12 +356,12 @@ class DraftServer:
                 # The verifier is ahead of a long prompt: it does not wait for it.
                 session.answered()
                 unanswerable.append((row, "none"))
-            elif not hit and not session.needs_prefill:
-                missed.append(session)
             if not self._has_context(session.main.length, peer.hello.lookahead):
                 if session.due is not None:
                     unanswerable.append((row, "none"))
                 self._deny(peer, session)
+            elif session.due is not None and not hit and not session.needs_prefill:
+                missed.append(session)
         unanswerable += self._back_up(peer, missed, len(message.requests))
         if unanswerable:
             rows, sources = zip(*unanswerable, strict=True)
@@ -370,7 +370,6 @@ class DraftServer:
     def _back_up(self, peer: Peer, missed: list[Session], batch_size: int) -> list[tuple[int, Source]]:
         """Answer these misses from the requests' own tokens where that is the better backup; otherwise the model drafts
         for them next. Returns the rows that get nothing."""
-        missed = [session for session in missed if session.due is not None]
         policy, nothing = peer.policy, []
         by_ngram = policy.choose_fallback(batch_size) is Fallback.NGRAM
         for session in missed if by_ngram or policy.compares_fallbacks else []:
