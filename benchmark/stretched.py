@@ -1,22 +1,34 @@
-"""A server or a draft whose forwards take stated times, for ``emulated.py``.
+"""A server or a draft whose forwards take stated times, and that can tell when it did what: for ``emulated.py`` and
+``rounds.py``.
 
     python benchmark/stretched.py server|draft [flags of the launcher]
 
-A server starts its draft with this file too. The real scheduler, wire and draft loop run; a forward that ends before its time sleeps for the rest, so that the core is
-free meanwhile, as it is beside a GPU. Times come from the environment, since SGLang starts its processes itself:
-``SSD_STRETCHED_VERIFY_MS`` for a target forward over running requests, ``SSD_STRETCHED_DEPTH_MS`` for a draft forward.
+A server starts its draft with this file too. The real scheduler, wire and draft loop run; a forward that ends before its
+time sleeps for the rest, so that the core is free meanwhile, as it is beside a GPU. Times come from the environment, since
+SGLang starts its processes itself: ``SSD_STRETCHED_VERIFY_MS`` for a target forward over running requests,
+``SSD_STRETCHED_DEPTH_MS`` for a draft forward with what comes before and after it on the host. With ``SSD_TRACE_DIR`` each
+process writes its steps there, one ``[step, ticket, start, end]`` a line, in seconds of the machine's own clock, and the
+draft its outcomes, in a file of their own.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 VERIFY_MS, DEPTH_MS = "SSD_STRETCHED_VERIFY_MS", "SSD_STRETCHED_DEPTH_MS"
+TRACE_DIR = "SSD_TRACE_DIR"
+
+
+def stated_ms(variable: str) -> float:
+    """0 where no time is stated: then a forward takes its own."""
+    return float(os.environ.get(variable, "0"))
 
 
 def stretch(
@@ -36,6 +48,60 @@ def stretch(
     setattr(owner, name, stretched)
 
 
+class Trace:
+    """Writes one line a call of the methods that it follows."""
+
+    def __init__(self, role: str) -> None:
+        self._file = (Path(os.environ[TRACE_DIR]) / f"{role}-{os.getpid()}.jsonl").open("w", buffering=1)
+
+    def follow_outcomes(self) -> None:
+        """What every outcome taught the draft, as JSON objects: ``DraftPolicy.observe_outcome``."""
+        from sglang_ssd.draft.policy import DraftPolicy
+
+        observe_outcome, write = DraftPolicy.observe_outcome, self._file.write
+
+        @functools.wraps(observe_outcome)
+        def followed(self, **outcome: Any) -> None:
+            write(json.dumps(outcome) + "\n")
+            observe_outcome(self, **outcome)
+
+        DraftPolicy.observe_outcome = followed
+
+    def follow(self, owner: type, *names: str) -> None:
+        """Every call of these methods."""
+        for name in names:
+            self._wrap(owner, name, lambda *_: (True, None))
+
+    def follow_tickets(self, owner: type, *names: str) -> None:
+        """The calls of these methods that take or return a round or a proposal."""
+        for name in names:
+            self._wrap(owner, name, lambda *values: ((ticket := ticket_within(*values)) is not None, ticket))
+
+    def _wrap(self, owner: type, name: str, is_told: Callable[..., tuple[bool, int | None]]) -> None:
+        method, step = getattr(owner, name), f"{owner.__name__}.{name}"
+
+        @functools.wraps(method)
+        def followed(self, *args: Any, **kwargs: Any) -> Any:
+            result, start = None, time.perf_counter()
+            try:
+                result = method(self, *args, **kwargs)
+                return result
+            finally:
+                end = time.perf_counter()
+                tells, ticket = is_told(result, *args)
+                if tells:
+                    write(json.dumps([step, ticket, start, end]) + "\n")
+
+        write = self._file.write
+        setattr(owner, name, followed)
+
+
+def ticket_within(*values: Any) -> int | None:
+    """The ticket of a round or a proposal among these, or inside a received one."""
+    messages = [getattr(value, "message", value) for value in values]
+    return next((m.ticket for m in messages if hasattr(m, "ticket")), None)
+
+
 def run_scheduler(server_args, *args, **kwargs) -> None:
     """Entry of the scheduler process, where nothing is replaced yet: ours, with stretched forwards of the target."""
     from sglang_ssd import plugin
@@ -48,7 +114,14 @@ def run_scheduler(server_args, *args, **kwargs) -> None:
         mode = (forward_batch or batch).forward_mode
         return mode.is_decode() or mode.is_target_verify()
 
-    stretch(TpModelWorker, "forward_batch_generation", float(os.environ[VERIFY_MS]), is_running)
+    stretch(TpModelWorker, "forward_batch_generation", stated_ms(VERIFY_MS), is_running)
+    if TRACE_DIR in os.environ:
+        from sglang_ssd.verifier.worker import SSDWorker
+        from sglang_ssd.wire.channel import VerifierChannel
+
+        trace = Trace("verifier")
+        trace.follow(SSDWorker, "_round", "_collect", "run_verify", "_decide", "_send_outcomes")
+        trace.follow_tickets(VerifierChannel, "send", "receive")
     plugin.run_scheduler(server_args, *args, **kwargs)
 
 
@@ -64,9 +137,16 @@ def main() -> int:
     from sglang_ssd.bridge.environment import use_cpu_engine
 
     use_cpu_engine()
-    from sglang_ssd.bridge.draft_runner import DraftModelRunner
+    from sglang_ssd.draft.runner import DraftRunner
 
-    stretch(DraftModelRunner, "_forward", float(os.environ[DEPTH_MS]))
+    stretch(DraftRunner, "step", stated_ms(DEPTH_MS))
+    if TRACE_DIR in os.environ:
+        from sglang_ssd.wire.channel import DraftChannel
+
+        Trace("outcomes").follow_outcomes()
+        trace = Trace("draft")
+        trace.follow(DraftRunner, "step")
+        trace.follow_tickets(DraftChannel, "send", "receive")
     return launch_draft.main(flags)
 
 
