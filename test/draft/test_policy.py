@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from sglang_ssd.algorithm.fallback import Fallback
 from sglang_ssd.algorithm.fan_out import FanOutQuery
 from sglang_ssd.algorithm.lookahead import Size
 from sglang_ssd.draft.policy import _LONGEST_ROUND_S, DraftPolicy, sizes_between
@@ -147,3 +148,81 @@ def test_a_size_without_a_choice_stays():
     assert policy.size == Size(4, 16)
     assert sizes_between(Size(3, 5), Size(3, 5)) == [Size(3, 5)]
     assert sizes_between(Size(1, 0), Size(2, 5)) == [Size(k, b) for k in (1, 2) for b in (0, 1, 2, 4, 5)]
+
+
+# -- decisions and times act on each other ----------------------------------------------------------------------------
+
+
+class Loop:
+    """One request, a verifier that takes ``VERIFY_MS`` and a draft whose depths take ``DEPTH_MS``. Where nothing was
+    proposed and nothing is forked, the draft runs no forward and knows no rank."""
+
+    VERIFY_MS, DEPTH_MS = 23.0, 5.0
+    PLAIN_TOKENS_PER_S = 1e3 / VERIFY_MS
+
+    def __init__(self, policy: DraftPolicy) -> None:
+        self.policy = policy
+        self.rng = random.Random(0)
+        self.now_s = 0.0
+        self.source, self.num_proposed = "none", 0
+
+    def tokens_per_s(self, num_rounds: int, acceptance: float) -> float:
+        """Of so many rounds with a draft of this acceptance; a useless one never has the bonus token either."""
+        started_s, num_tokens = self.now_s, 0
+        for _ in range(num_rounds):
+            num_tokens += self._round(acceptance)
+        return num_tokens / (self.now_s - started_s)
+
+    def _round(self, acceptance: float) -> int:
+        policy, rng = self.policy, self.rng
+        misses = (k for k in range(self.num_proposed) if rng.random() >= acceptance)
+        num_accepted = next(misses, self.num_proposed)
+        rank = int(rng.expovariate(1.0)) if acceptance else 10_000
+        policy.observe_round(num_accepted + 1, 1, self.VERIFY_MS, self.now_s)
+        counts = policy.allocate(FanOutQuery(self.num_proposed, policy.size.budget, self.source == "hit"))
+        is_hit = rank < counts[num_accepted]
+        policy.observe_outcome(
+            source=self.source,
+            num_proposed=self.num_proposed,
+            num_accepted=num_accepted,
+            bonus_rank=rank if self.num_proposed or policy.size.budget else None,
+            hit=is_hit,
+        )
+        waited_ms = self._propose(is_hit)
+        self.now_s += (self.VERIFY_MS + waited_ms) / 1e3
+        return num_accepted + 1
+
+    def _propose(self, is_hit: bool) -> float:
+        """The next proposal. Returns the milliseconds that the verifier waits for it."""
+        policy, (lookahead, budget) = self.policy, self.policy.size
+        is_neural = not is_hit and policy.choose_fallback(1) is Fallback.NEURAL
+        policy.observe_waiting(is_neural)
+        if budget:
+            policy.estimator.observe_draft_depth(self.DEPTH_MS, budget)
+        if is_hit:
+            self.source, self.num_proposed = "hit", lookahead
+            return max(0.0, (lookahead + 1) * self.DEPTH_MS - self.VERIFY_MS)
+        num_drafted = 0
+        while is_neural and num_drafted < lookahead and not policy.answers_now([num_drafted]):
+            num_drafted += 1
+            policy.observe_depth(self.DEPTH_MS, 1)
+        self.source, self.num_proposed = ("neural" if num_drafted else "none"), num_drafted
+        return num_drafted * self.DEPTH_MS
+
+
+@pytest.mark.parametrize("fallback", ["neural", "ngram", "auto"])
+def test_a_useless_draft_costs_little_and_a_good_one_is_noticed(fallback):
+    """It may cost 10% of plain decoding at most."""
+    policy = DraftPolicy(Size(4, 16), fallback=fallback, smallest=Size(1, 0))
+    loop = Loop(policy)
+    loop.tokens_per_s(512, acceptance=0.0)
+    sizes = set()
+    for _ in range(8):
+        assert loop.tokens_per_s(256, acceptance=0.0) > 0.9 * loop.PLAIN_TOKENS_PER_S
+        sizes.add(policy.size)
+    assert Size(1, 0) in sizes
+    loop.tokens_per_s(2048, acceptance=0.8)
+    assert loop.tokens_per_s(512, acceptance=0.8) > 2.2 * loop.PLAIN_TOKENS_PER_S
+    assert policy.size.lookahead >= 3 and policy.size.budget >= 8
+    loop.tokens_per_s(1024, acceptance=0.0)
+    assert loop.tokens_per_s(512, acceptance=0.0) > 0.9 * loop.PLAIN_TOKENS_PER_S

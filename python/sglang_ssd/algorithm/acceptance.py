@@ -1,7 +1,8 @@
 """What a running pair of models is measured to do: acceptance, ranks of the bonus token, hits and times.
 
 Everything forgets exponentially, so the estimates follow the traffic; everything starts from a prior, so they
-are usable from the first round. Observations that make no sense (NaN or negative times, counts out of range)
+are usable from the first round. Outcomes are forgotten by rounds that pass, whoever proposed in them: what was found
+long ago of a source that is no longer asked gives way to the prior, so that a draft that was useless is tried again. Observations that make no sense (NaN or negative times, counts out of range)
 are ignored and counted, because some of them come from another process: a bad report must not stop the one
 that reads it.
 """
@@ -109,7 +110,9 @@ class SpeculationEstimator:
 
     def reset(self) -> None:
         """Forget everything, as when a model is replaced."""
-        self._counts = {s: _Counts(self.max_lookahead, self.max_rank, self.half_life_rounds) for s in SOURCES}
+        self._counts = {source: _Counts(self.max_lookahead, self.max_rank) for source in SOURCES}
+        # Newer rounds weigh more instead of older ones less, so a round costs O(K).
+        self._growth, self._weight = 2.0 ** (1.0 / self.half_life_rounds), 1.0
         self._tokens = {source: Ewma(self.half_life_rounds) for source in SOURCES}
         self._hits = {after_hit: Ewma(self.half_life_rounds) for after_hit in (True, False)}
         self._all_hits = Ewma(self.half_life_rounds)
@@ -144,11 +147,28 @@ class SpeculationEstimator:
             self.num_ignored += 1
             return
         self.num_rounds += 1
-        self._counts[source].observe(num_proposed, num_accepted, bonus_rank)
+        self.observe_passing()
+        self._counts[source].observe(self._weight, num_proposed, num_accepted, bonus_rank)
         self._tokens[source].observe(num_accepted + 1)
         if hit is not None:
             self._hits[source == "hit"].observe(hit)
             self._all_hits.observe(hit)
+
+    def observe_guess(self, bonus_rank: int | None) -> None:
+        """One row that verified no proposal, such as the first token of a prompt. Where the draft had candidates for the
+        bonus token, the first of them is what it would have proposed."""
+        self.observe_passing()
+        if bonus_rank is not None and bonus_rank >= 0:
+            is_right = bonus_rank == 0
+            self._counts["neural"].observe(self._weight, 1, int(is_right), None if is_right else bonus_rank - 1)
+
+    def observe_passing(self) -> None:
+        """A row's round that teaches nothing of any source: what is known gets older."""
+        self._weight *= self._growth
+        if self._weight > _RESCALE_ABOVE:
+            for counts in self._counts.values():
+                counts.divide(self._weight)
+            self._weight = 1.0
 
     def observe_tokens(self, source: str, num_tokens: float) -> None:
         """Tokens a round would have yielded with this source: for a backup that is compared, not used."""
@@ -264,8 +284,8 @@ class SpeculationEstimator:
     def _acceptance_counts(self, sources: Sequence[str]) -> tuple[list[float], list[float]]:
         counts = [self._counts[source] for source in sources]
         return (
-            _sum_lists([_scaled(c.accepted, c.weight) for c in counts]),
-            _sum_lists([_scaled(c.trials, c.weight) for c in counts]),
+            _scaled(_sum_lists([c.accepted for c in counts]), self._weight),
+            _scaled(_sum_lists([c.trials for c in counts]), self._weight),
         )
 
     def _acceptance(self, sources: Sequence[str]) -> list[float]:
@@ -277,10 +297,10 @@ class SpeculationEstimator:
         """Rank histograms of rejections, one a position, and of bonus tokens after full acceptance."""
         counts = [self._counts[source] for source in sources]
         rejected = [
-            _sum_lists([_scaled(c.rejected_ranks[k], c.weight) for c in counts])
+            _scaled(_sum_lists([c.rejected_ranks[k] for c in counts]), self._weight)
             for k in range(self.max_lookahead)
         ]
-        return rejected, _sum_lists([_scaled(c.accepted_ranks, c.weight) for c in counts])
+        return rejected, _scaled(_sum_lists([c.accepted_ranks for c in counts]), self._weight)
 
     def _miss_rates(self, sources: Sequence[str]) -> tuple[list[float], list[float]]:
         """Miss rates for F = 1..max_rank and the inverse variance of the logarithm of each."""
@@ -308,21 +328,16 @@ def fit_power_law(miss_rates: Sequence[float], weights: Sequence[float], offset:
 
 
 class _Counts:
-    """Outcome counts of one source. Newer rounds weigh more instead of older ones less, so a round costs
-    O(K)."""
+    """Weighted outcome counts of one source."""
 
-    def __init__(self, max_lookahead: int, max_rank: int, half_life_rounds: float):
-        self._growth = 2.0 ** (1.0 / half_life_rounds)
+    def __init__(self, max_lookahead: int, max_rank: int):
         self._max_rank = max_rank
-        self.weight = 1.0
         self.trials = [0.0] * max_lookahead
         self.accepted = [0.0] * max_lookahead
         self.rejected_ranks = [[0.0] * (max_rank + 1) for _ in range(max_lookahead)]
         self.accepted_ranks = [0.0] * (max_rank + 1)
 
-    def observe(self, num_proposed: int, num_accepted: int, bonus_rank: int | None) -> None:
-        self.weight *= self._growth
-        weight = self.weight
+    def observe(self, weight: float, num_proposed: int, num_accepted: int, bonus_rank: int | None) -> None:
         for k in range(num_accepted):
             self.trials[k] += weight
             self.accepted[k] += weight
@@ -332,10 +347,10 @@ class _Counts:
         if bonus_rank is not None:
             ranks = self.rejected_ranks[num_accepted] if rejected else self.accepted_ranks
             ranks[min(bonus_rank, self._max_rank)] += weight
-        if weight > _RESCALE_ABOVE:
-            for counts in (self.trials, self.accepted, self.accepted_ranks, *self.rejected_ranks):
-                counts[:] = _scaled(counts, weight)
-            self.weight = 1.0
+
+    def divide(self, by: float) -> None:
+        for counts in (self.trials, self.accepted, self.accepted_ranks, *self.rejected_ranks):
+            counts[:] = _scaled(counts, by)
 
 
 class _TimesBySize:

@@ -119,7 +119,8 @@ class DraftPolicy:
     ) -> None:
         """One row's outcome, and the rank that its bonus token had among the candidates. ``source``: who proposed."""
         if num_proposed == 0:
-            return  # A first token: it says nothing of later positions.
+            self.estimator.observe_guess(bonus_rank)
+            return
         self.estimator.observe_round(
             source=source,
             num_proposed=num_proposed,
