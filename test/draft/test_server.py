@@ -333,6 +333,7 @@ def test_any_interleaving_proposes_the_drafts_own_continuation(seed, budget, tig
                 if source == "unknown":  # As a verifier does: open again with what is certain.
                     run.open(request, run.tokens[request])
         run.run(rng.randint(0, 6))
+    assert run.server.stats().kv_tokens_recomputed == 0
     run.say(Close(list(run.tokens), [0] * len(run.tokens), "finished"))
     run.run()
     run.assert_all_free()

@@ -445,6 +445,7 @@ class DraftServer:
             if not self._paths.reserve(main, num_tokens):
                 self._starve(session)
                 continue
+            self._count_tokens(session, main, num_tokens)
             work.append((session, Chunk(main, num_tokens, self._position(session, main, num_tokens))))
             free -= num_tokens
         if not work:
@@ -463,6 +464,7 @@ class DraftServer:
         for session, paths in work:
             for path in paths:
                 if self._paths.reserve(path, len(path.pending)):
+                    self._count_tokens(session, path, len(path.pending))
                     position = self._position(session, path, len(path.pending))
                     lanes.append(Lane(path, session.main.row, position, session.drafts_up_to(path)))
                 elif path is session.main:
@@ -484,6 +486,10 @@ class DraftServer:
                     self._paths.give_back(lane.path)
                 break
         return (time.perf_counter() - started) * 1e3
+
+    def _count_tokens(self, session: Session, path: Path, num_tokens: int) -> None:
+        self._counts.tokens_forwarded += num_tokens
+        self._counts.kv_tokens_recomputed += session.num_recomputed(path, num_tokens)
 
     def _position(self, session: Session, path: Path, num_forwarded: int) -> Position:
         """The position that a forward of the path's next ``num_forwarded`` tokens guesses."""
@@ -622,6 +628,8 @@ class _Counts(msgspec.Struct):
     backup_forwards: int = 0
     prefill_forwards: int = 0
     forwards_ended_early: int = 0
+    tokens_forwarded: int = 0
+    kv_tokens_recomputed: int = 0
     branches_drafted: int = 0
     branches_denied: int = 0
     opens_denied: int = 0

@@ -57,6 +57,7 @@ class Session:
         self._allocate = allocate
         self._forked: set[int] = set()
         self._is_prefilled = False
+        self._num_computed = main.num_cached
 
     # -- where it stands -----------------------------------------------------------------------------------------
 
@@ -129,10 +130,17 @@ class Session:
 
     # -- what happens to it --------------------------------------------------------------------------------------
 
+    def num_recomputed(self, path: Path, num_tokens: int) -> int:
+        """Of the next ``num_tokens`` pending tokens of a path, certain ones of this request whose KV was there already."""
+        if path is not self.main:
+            return 0
+        return max(0, min(self._num_computed, path.num_cached + num_tokens) - path.num_cached)
+
     def take_prefill(self, guess: Guess, num_tokens: int) -> None:
         """A chunk of the prompt was forwarded. ``guess``: what the draft thinks of the token after it."""
         del self.main.pending[:num_tokens]
         self.main.num_cached += num_tokens
+        self._num_computed = self.main.num_cached
         if self.main.pending:
             return
         self._is_prefilled = True
@@ -154,6 +162,9 @@ class Session:
             self.due = due._replace(source="neural")
             return False
         winner = self.cache.take(outcome)
+        # What is certain from now on and has its KV, before any of it moves. On a miss the bonus token has none.
+        path, certain = winner or self.main, self.main.length + outcome.num_accepted + (winner is not None)
+        self._num_computed = max(self._num_computed, min(path.num_cached, certain))
         self.drop_branches()
         if winner is not None:
             self._paths.adopt(self.main, winner)

@@ -121,6 +121,8 @@ class SSDScheduler(SchedulerBase):
                 "draft_alive": self.client.state == "alive",
                 "draft_state": self.client.state,
                 "draft_round_ms": ratio(draft.fork_ms + draft.backup_ms, draft.rounds),
+                "draft_forwards_per_round": ratio(draft.fork_forwards + draft.backup_forwards, draft.rounds),
+                "branches_used": ratio(draft.hits, draft.branches_drafted),
                 "open_sessions": self.client.num_sessions(),
                 "client": self.client.counts._asdict(),
                 "draft": msgspec.structs.asdict(draft),

@@ -160,7 +160,8 @@ class Pong(_Message):
 class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Counters of one draft process since it started. Times are sums in milliseconds. ``fallback_threshold`` is the batch
     size b* of Theorem 17 from which on n-gram backups are faster; None while unknown or never. ``lookahead`` and
-    ``fan_out_budget`` are those in force, the largest over verifiers."""
+    ``fan_out_budget`` are those in force, the largest over verifiers. ``kv_tokens_recomputed``: forwarded again although
+    their KV had been there; 0 unless something is wrong."""
 
     num_sessions: int = 0
     num_branch_rows: int = 0
@@ -193,6 +194,8 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     fallback_threshold: float | None = None
     lookahead: int = 0
     fan_out_budget: int = 0
+    tokens_forwarded: int = 0
+    kv_tokens_recomputed: int = 0
 
 
 ToDraft = Hello | Open | Round | Close | Ping | Pong | Refuse
