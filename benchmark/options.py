@@ -15,7 +15,7 @@ from report import RESULTS
 from serving import ServerFailed
 
 from sglang_ssd.demo_models import DRAFT, TARGET, models_dir
-from sglang_ssd.test_pair import PairPaths, write_pair
+from sglang_ssd.test_pair import DraftKind, PairPaths, write_pair
 
 
 class Limits(NamedTuple):
@@ -108,10 +108,10 @@ def pair_folders(args: argparse.Namespace) -> AbstractContextManager[PairPaths]:
 
 
 @contextmanager
-def temporary_test_pair() -> Iterator[PairPaths]:
+def temporary_test_pair(draft: DraftKind = "normal") -> Iterator[PairPaths]:
     """The test pair, as long as the block lasts."""
     with tempfile.TemporaryDirectory() as folder:
-        yield write_pair(Path(folder))
+        yield write_pair(Path(folder), draft=draft)
 
 
 def server_arguments(

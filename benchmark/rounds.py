@@ -14,6 +14,9 @@ an ideal system it takes a verify, and here it takes
     wait      what the verifier waited at the end of both
 
 Milliseconds, medians over the rounds in which every row was answered at once, in one message.
+
+``--inject-misses`` also serves eight requests of which one always misses (a logit bias that the draft knows nothing of),
+and tells how long after an outcome the hits of the other seven were answered, and the miss.
 """
 
 from __future__ import annotations
@@ -30,9 +33,12 @@ from typing import NamedTuple
 
 import options
 import stretched
-from emulated import LAUNCHER, measure
+from emulated import LAUNCHER, STREAM_INTERVAL, measure, prompts_of
 from report import format_table, machine_facts, write_json
-from serving import serving
+from serving import Request, Server, serving
+
+#: Requests at a time where misses are injected, and tokens that the target alone is told to prefer.
+NUM_BESIDE_A_MISS, BIASED = 8, {str(token): 40.0 for token in range(33, 97)}
 
 
 class Step(NamedTuple):
@@ -40,6 +46,7 @@ class Step(NamedTuple):
 
     name: str
     ticket: int | None
+    num_rows: int | None
     start_s: float
     end_s: float
 
@@ -106,6 +113,29 @@ def breakdowns(steps: Iterable[Step]) -> list[Breakdown]:
     return result
 
 
+class Answers(NamedTuple):
+    """Milliseconds from an outcome's departure to its rows' answers, medians: those that left first, and the last."""
+
+    num_rounds: int
+    first_ms: float
+    last_ms: float
+
+
+def answers(steps: Sequence[Step], num_rows: int, num_first: int) -> Answers:
+    """Of rounds of ``num_rows`` whose first answer holds ``num_first`` of them."""
+    sent = {s.ticket: s for s in steps if s.name == "VerifierChannel.send" and s.num_rows == num_rows}
+    of_round: dict[int, list[Step]] = {}
+    for step in sorted((s for s in steps if s.name == "DraftChannel.send"), key=lambda s: s.end_s):
+        if step.ticket in sent:
+            of_round.setdefault(step.ticket, []).append(step)
+    times = [
+        (1e3 * (of_ticket[0].end_s - sent[ticket].end_s), 1e3 * (of_ticket[-1].end_s - sent[ticket].end_s))
+        for ticket, of_ticket in of_round.items()
+        if of_ticket[0].num_rows == num_first and sum(step.num_rows for step in of_ticket) == num_rows
+    ]
+    return Answers(len(times), *(statistics.median(column) for column in zip(*times, strict=True)))
+
+
 def read_trace(folder: Path) -> list[Step]:
     """What all processes told. The last line of a process that was killed may be cut off."""
     steps = []
@@ -125,17 +155,36 @@ def added(rounds: Sequence[Breakdown], verify_ms: float) -> dict[str, float]:
     return {**medians, "added_ms": medians["round_ms"] - verify_ms}
 
 
+def injected(server: Server, trace: Path, args: argparse.Namespace) -> dict[str, Answers]:
+    """Eight requests that hit, and then eight of which the first always misses."""
+    prompts = prompts_of(NUM_BESIDE_A_MISS)
+    result = {}
+    for name, num_first in (("all hit", NUM_BESIDE_A_MISS), ("one misses", NUM_BESIDE_A_MISS - 1)):
+        plain = {"temperature": 0.0, "max_new_tokens": args.max_tokens}
+        biased = {**plain, "logit_bias": BIASED} if name == "one misses" else plain
+        batches = [
+            [Request(prompts[i % len(prompts)], plain if i % NUM_BESIDE_A_MISS else biased)]
+            for i in range(NUM_BESIDE_A_MISS * args.num_prompts)
+        ]
+        started_s = time.perf_counter()
+        server.ask_all(batches, NUM_BESIDE_A_MISS, name)
+        steps = [step for step in read_trace(trace) if step.start_s >= started_s]
+        result[name] = answers(steps, NUM_BESIDE_A_MISS, num_first)
+        print(f"{name}: {result[name]}")
+    return result
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     verify_ms, depth_ms = args.scale * args.verify_ms, args.scale * args.depth_ms
     os.environ[stretched.VERIFY_MS], os.environ[stretched.DEPTH_MS] = str(verify_ms), str(depth_ms)
-    rows = []
+    rows, beside_misses = [], {}
     with tempfile.TemporaryDirectory() as trace, options.temporary_test_pair() as pair:
         os.environ[stretched.TRACE_DIR] = trace
         arguments = options.server_arguments(
             pair, "async", dtype="float32", lookahead=args.lookahead, budget=args.budget
         )
-        arguments += ["--stream-interval", "64"]
+        arguments += ["--stream-interval", str(STREAM_INTERVAL)]
         with serving(arguments, options.log_path(args.out, "rounds"), "async", LAUNCHER) as server:
             for num_at_once in args.concurrency:
                 started_s = time.perf_counter()
@@ -149,11 +198,19 @@ def main(argv: list[str] | None = None) -> int:
                         **added(rounds, verify_ms),
                     }
                 )
+            if args.inject_misses:
+                beside_misses = injected(server, Path(trace), args)
     print(
         f"\n{format_table([name.replace('_', ' ') for name in rows[0]], [list(row.values()) for row in rows])}\n"
     )
     write_json(
-        args.out, {"rows": rows, "machine": machine_facts(), "arguments": options.arguments_as_json(args)}
+        args.out,
+        {
+            "rows": rows,
+            "beside_misses": {name: a._asdict() for name, a in beside_misses.items()},
+            "machine": machine_facts(),
+            "arguments": options.arguments_as_json(args),
+        },
     )
     return 0
 
@@ -171,6 +228,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 16], help="requests at a time (default: 1 16)"
     )
+    parser.add_argument(
+        "--inject-misses", action="store_true", help="also the answers beside a request that misses"
+    )
+    parser.add_count("--warm-ups", 1, "prompts before that, for each request at a time", lowest=0)
     parser.add_count("--num-prompts", 4, "prompts for each request at a time")
     parser.add_count("--max-tokens", 128, "tokens a prompt")
     parser.add_out("rounds.json")

@@ -7,8 +7,8 @@ A server starts its draft with this file too. The real scheduler, wire and draft
 time sleeps for the rest, so that the core is free meanwhile, as it is beside a GPU. Times come from the environment, since
 SGLang starts its processes itself: ``SSD_STRETCHED_VERIFY_MS`` for a target forward over running requests,
 ``SSD_STRETCHED_DEPTH_MS`` for a draft forward with what comes before and after it on the host. With ``SSD_TRACE_DIR`` each
-process writes its steps there, one ``[step, ticket, start, end]`` a line, in seconds of the machine's own clock, and the
-draft its outcomes, in a file of their own.
+process writes its steps there, one ``[step, ticket, rows, start, end]`` a line, in seconds of the machine's own clock, and
+the draft its outcomes, in a file of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,15 @@ class Trace:
     def follow(self, owner: type, *names: str) -> None:
         """Every call of these methods."""
         for name in names:
-            self._wrap(owner, name, lambda *_: (True, None))
+            self._wrap(owner, name, lambda *_: (None, None))
 
     def follow_tickets(self, owner: type, *names: str) -> None:
         """The calls of these methods that take or return a round or a proposal."""
         for name in names:
-            self._wrap(owner, name, lambda *values: ((ticket := ticket_within(*values)) is not None, ticket))
+            self._wrap(owner, name, ticket_and_rows)
 
-    def _wrap(self, owner: type, name: str, is_told: Callable[..., tuple[bool, int | None]]) -> None:
-        method, step = getattr(owner, name), f"{owner.__name__}.{name}"
+    def _wrap(self, owner: type, name: str, told: Callable[..., Sequence[int | None] | None]) -> None:
+        method, step, write = getattr(owner, name), f"{owner.__name__}.{name}", self._file.write
 
         @functools.wraps(method)
         def followed(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,18 +88,18 @@ class Trace:
                 return result
             finally:
                 end = time.perf_counter()
-                tells, ticket = is_told(result, *args)
-                if tells:
-                    write(json.dumps([step, ticket, start, end]) + "\n")
+                if (of_message := told(result, *args)) is not None:
+                    write(json.dumps([step, *of_message, start, end]) + "\n")
 
-        write = self._file.write
         setattr(owner, name, followed)
 
 
-def ticket_within(*values: Any) -> int | None:
-    """The ticket of a round or a proposal among these, or inside a received one."""
-    messages = [getattr(value, "message", value) for value in values]
-    return next((m.ticket for m in messages if hasattr(m, "ticket")), None)
+def ticket_and_rows(*values: Any) -> tuple[int, int] | None:
+    """Of the round or the proposal among these, or inside a received one."""
+    for message in (getattr(value, "message", value) for value in values):
+        if hasattr(message, "ticket"):
+            return message.ticket, len(message.rows if hasattr(message, "rows") else message.requests)
+    return None
 
 
 def run_scheduler(server_args, *args, **kwargs) -> None:

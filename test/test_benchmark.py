@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -18,8 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmark"))
 import e2e
 import emulated
 import exactness
+import fan_out_sweep
 import measurement
 import report
+import rounds
 import serving
 import stretched
 import transport
@@ -359,3 +362,62 @@ def test_stretched_methods_sleep_for_the_rest_where_it_applies(monkeypatch) -> N
     assert Model().forward(2) == 2
     (seconds,) = slept
     assert 0.0 < seconds <= 60.0
+
+
+# -- rounds and fan-out ------------------------------------------------------------------------------------------------
+
+
+def told_round(start_s: float, ticket: int, answers: list[tuple[int, float]]) -> list[rounds.Step]:
+    """A round of 8 rows that begins at ``start_s``: 10 ms of verify, 2 of bookkeeping. ``answers``: rows and the
+    milliseconds after the outcome left."""
+
+    def step(name: str, start_ms: float, end_ms: float, ticket=None, rows=None) -> rounds.Step:
+        return rounds.Step(name, ticket, rows, start_s + start_ms / 1e3, start_s + end_ms / 1e3)
+
+    return [
+        step("SSDWorker._collect", -0.5, 0.0),
+        step("SSDWorker.run_verify", 0.1, 10.1),
+        step("SSDWorker._decide", 10.1, 10.6),
+        step("VerifierChannel.send", 10.7, 10.8, ticket, 8),
+        step("SSDWorker._send_outcomes", 10.6, 11.0),
+        step("DraftChannel.receive", 10.0, 11.1, ticket, 8),
+        *(step("DraftChannel.send", 10.8 + ms - 0.1, 10.8 + ms, ticket, n) for n, ms in answers),
+        *(step("VerifierChannel.receive", 13.0, 13.2, ticket, n) for n, _ in answers),
+    ]
+
+
+def test_a_round_is_broken_down_into_its_steps() -> None:
+    steps = [
+        *told_round(0.0, 1, [(8, 0.6)]),
+        *told_round(0.0135, 2, [(7, 0.6), (1, 8.0)]),
+        *told_round(0.035, 3, []),
+    ]
+    [told] = rounds.breakdowns(steps)
+    expected = {
+        "round_ms": 13.5, "prepare_ms": 0.1, "verify_ms": 10.0, "decide_ms": 0.5, "send_ms": 0.4, "host_ms": 2.0,
+        "queue_ms": 0.3, "lookup_ms": 0.3, "receive_ms": 1.8, "wait_ms": 0.5,
+    }  # fmt: skip
+    assert told._asdict() == pytest.approx(expected)
+    assert rounds.added([told, told, told], 10.0)["added_ms"] == pytest.approx(3.5)
+    assert rounds.answers(steps, 8, num_first=8) == pytest.approx((1, 0.6, 0.6))
+    assert rounds.answers(steps, 8, num_first=7) == pytest.approx((1, 0.6, 8.0))
+
+
+def test_a_replay_hits_what_the_lists_hold() -> None:
+    first_rank = [fan_out_sweep.Outcome(2, k, 0) for k in (0, 1, 2)] * 40
+    hits = fan_out_sweep.replay([fan_out_sweep.Outcome(0, 0, 0), *first_rank], "uniform", 3)
+    assert hits.hits == measurement.Share(120, 120) and hits.first_hits == measurement.Share(1, 1)
+    # One guess a position never has the second candidate; what is measured learns where outcomes are.
+    second_rank = [fan_out_sweep.Outcome(2, 0, 1)] * 200
+    assert fan_out_sweep.replay(second_rank, "uniform", 3).hits.part == 0
+    assert fan_out_sweep.replay(second_rank, "measured", 3).hits.rate > 0.7
+    assert fan_out_sweep.replay(second_rank, "measured", 0).hits.part == 0
+
+
+def test_misses_beyond_f_candidates_give_the_exponent() -> None:
+    ranks = [f for f in range(1, 300) for _ in range(round(10_000 * ((1 + f) ** -1.5 - (2 + f) ** -1.5)))]
+    ranks += [0] * round(10_000 * (1 - 2**-1.5))
+    Random(0).shuffle(ranks)  # The estimator forgets.
+    outcomes = [fan_out_sweep.Outcome(2, 2, rank) for rank in ranks]
+    assert fan_out_sweep.miss_shares(outcomes, 2)[0].rate == pytest.approx(2**-1.5, abs=0.02)
+    assert fan_out_sweep.power_law_r(outcomes, 16) == pytest.approx(1.5, abs=0.2)
