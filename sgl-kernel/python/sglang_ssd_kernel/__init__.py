@@ -5,7 +5,7 @@ come from their modules when first asked for.
 """
 
 _MODULES = {
-    "fork_attention": "cpu.fork_attention",
+    "fork_attention": "dispatch",
     "ForkPlan": "cpu.fork_attention",
     "make_plan": "cpu.fork_attention",
     "rms_norm": "cpu.rms_norm",
