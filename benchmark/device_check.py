@@ -34,14 +34,15 @@ FLUSHED_BYTES = 256 << 20  # more than any cache holds
 
 
 class Size(NamedTuple):
-    """How much is checked. ``forks``: requests, branches of each, keys of each prefix, that are timed; ``vocab_sizes``
-    and ``num_rows`` of the sampler and the target's draws."""
+    """How much is checked. ``forks``: requests, branches of each, keys of each prefix, that are timed, in the dtype and
+    width ``timed``; ``vocab_sizes`` and ``num_rows`` of the sampler and the target's draws."""
 
     dtypes: tuple[torch.dtype, ...]
     widths: tuple[int, ...]
     heads: tuple[int, int]
     longest_prefix: int
     forks: tuple[tuple[int, int, int], ...]
+    timed: tuple[torch.dtype, int]
     vocab_sizes: tuple[int, ...]
     num_rows: tuple[int, ...]
     repeats: int
@@ -53,11 +54,12 @@ FULL = Size(
     heads=(32, 8),
     longest_prefix=3000,
     forks=((1, 24, 512), (1, 24, 4096), (1, 24, 16384), (8, 24, 2048), (32, 24, 8192), (1, 8, 256)),
+    timed=(torch.bfloat16, 128),
     vocab_sizes=(151_936, 262_144, 1000),
     num_rows=(1, 24, 192),
     repeats=20,
 )
-TINY = Size((torch.float32,), (16,), (2, 1), 70, ((1, 3, 40),), (300,), (2,), 1)
+TINY = Size((torch.float32,), (16,), (2, 1), 70, ((1, 3, 40),), (torch.float32, 16), (300,), (2,), 1)
 ATTENTION_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -67,7 +69,9 @@ class Checker:
     def __init__(self, size: Size, device: str, seed: int) -> None:
         self.size, self.device = size, device
         self.random = torch.Generator().manual_seed(seed)
-        self._flushed = torch.empty(FLUSHED_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
+        self._flushed = torch.empty(
+            FLUSHED_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device
+        )
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, generator=self.random) * scale).to(dtype).to(self.device)
@@ -130,7 +134,9 @@ class Attention(NamedTuple):
         return float((result.double() - exact).abs().max() / exact.abs().max())
 
 
-def make_plan(check: Checker, rows: list[tuple[int, int, int]], prefix_lens: list[int]) -> cpu_attention.ForkPlan:
+def make_plan(
+    check: Checker, rows: list[tuple[int, int, int]], prefix_lens: list[int]
+) -> cpu_attention.ForkPlan:
     """rows: (group, keys of its prefix, keys of its tail). Every key has a slot of its own."""
     depth = max(tail for _, _, tail in rows)
     num_slots = sum(prefix_lens) + len(rows) * depth
@@ -138,7 +144,9 @@ def make_plan(check: Checker, rows: list[tuple[int, int, int]], prefix_lens: lis
     starts = torch.tensor([0, *prefix_lens]).cumsum(0)
     groups, lens, tails = map(torch.tensor, zip(*rows))
     tail_slots = slots[sum(prefix_lens) :].view(len(rows), depth)
-    return cpu_attention.make_plan(slots[: sum(prefix_lens)], starts, groups, lens, tail_slots, tails, num_slots)
+    return cpu_attention.make_plan(
+        slots[: sum(prefix_lens)], starts, groups, lens, tail_slots, tails, num_slots
+    )
 
 
 def ragged_plan(check: Checker) -> cpu_attention.ForkPlan:
@@ -151,7 +159,9 @@ def ragged_plan(check: Checker) -> cpu_attention.ForkPlan:
 
 
 def fork_plan(check: Checker, requests: int, branches: int, prefix_len: int) -> cpu_attention.ForkPlan:
-    rows = [(request, prefix_len, 1 + branch % 8) for request in range(requests) for branch in range(branches)]
+    rows = [
+        (request, prefix_len, 1 + branch % 8) for request in range(requests) for branch in range(branches)
+    ]
     return make_plan(check, rows, [prefix_len] * requests)
 
 
@@ -180,7 +190,7 @@ def check_attention_bits(check: Checker) -> dict:
     """Every row of a ragged batch has the same bits without the others, and with all its keys in its tail."""
     differing = {}
     for dtype in check.size.dtypes:
-        attention = make_attention(check, ragged_plan(check), dtype, check.size.heads, check.size.widths[-2:][0])
+        attention = make_attention(check, ragged_plan(check), dtype, check.size.heads, check.size.timed[1])
         plan, limits = attention.plan, fork_attention.to_device(attention.plan, check.device).limits
         together = attention.run()
         count = 0
@@ -191,7 +201,9 @@ def check_attention_bits(check: Checker) -> dict:
                     slots[None, prefix_len:], torch.tensor([len(slots) - prefix_len]), plan.num_slots,
                 )  # fmt: skip
                 # The same tiles, which the limits decide.
-                wide = limits._replace(depth=len(slots), prefix_slots=len(slots), prefix_len=len(slots), rows=1)
+                wide = limits._replace(
+                    depth=len(slots), prefix_slots=len(slots), prefix_len=len(slots), rows=1
+                )
                 device_plan = fork_attention.DevicePlan(wide, check.device)
                 device_plan.update(alone)
                 result = attention._replace(q=attention.q[row : row + 1]).run(device_plan)
@@ -251,7 +263,7 @@ def without_waiting(check: Checker, function: Callable[[], object]) -> Callable[
 def time_attention(check: Checker) -> list[dict]:
     """Against a row a branch with its own copy of the prefix's slots, and SDPA on keys gathered before."""
     results = []
-    dtype, width = check.size.dtypes[1 % len(check.size.dtypes)], check.size.widths[3 % len(check.size.widths)]
+    dtype, width = check.size.timed
     for requests, branches, prefix_len in check.size.forks:
         attention = make_attention(
             check, fork_plan(check, requests, branches, prefix_len), dtype, check.size.heads, width
@@ -278,7 +290,9 @@ def rows_alone(slots: list[torch.Tensor], num_slots: int) -> cpu_attention.ForkP
     lens = torch.tensor([len(keys) for keys in slots])
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0)))
     no_tails = torch.zeros(len(slots), 0, dtype=torch.int64), torch.zeros(len(slots), dtype=torch.int64)
-    return cpu_attention.make_plan(torch.cat(slots), starts, torch.arange(len(slots)), lens, *no_tails, num_slots)
+    return cpu_attention.make_plan(
+        torch.cat(slots), starts, torch.arange(len(slots)), lens, *no_tails, num_slots
+    )
 
 
 def time_sdpa(check: Checker, attention: Attention, slots: list[torch.Tensor]) -> float:
@@ -303,7 +317,9 @@ def time_sdpa(check: Checker, attention: Attention, slots: list[torch.Tensor]) -
 def sampler_arguments(check: Checker, num_rows: int, vocab_size: int, dtype=torch.float32) -> dict:
     return {
         "logits": check.randn(num_rows, vocab_size, dtype=dtype, scale=3.0),
-        "temperatures": (torch.rand(num_rows, generator=check.random, dtype=torch.float64) + 0.3).to(check.device),
+        "temperatures": (torch.rand(num_rows, generator=check.random, dtype=torch.float64) + 0.3).to(
+            check.device
+        ),
         "seeds": check.integers(-(2**63), 2**63 - 1, num_rows).to(check.device),
         "positions": check.integers(0, 1 << 20, num_rows).to(check.device),
         "is_greedy": (torch.arange(num_rows) % 4 == 3).to(check.device),
@@ -353,24 +369,31 @@ def time_sampler(check: Checker) -> list[dict]:
         for dtype in check.size.dtypes[:2]:
             arguments = sampler_arguments(check, num_rows, vocab_size, dtype)
             logits, temperatures = arguments["logits"], arguments["temperatures"].float()[:, None]
-            sizes = {"num_ranked": 8, "top_m": min(64, vocab_size)}
+            top_m = min(64, vocab_size)
 
-            def plain(logits=logits, temperatures=temperatures):
-                top = logits.float().topk(sizes["top_m"])
+            def ours(a=arguments, top_m=top_m):
+                return draft_sampler.sample_shared_noise(**a, num_ranked=8, top_m=top_m)
+
+            def plain(logits=logits, temperatures=temperatures, top_m=top_m):
+                top = logits.float().topk(top_m)
                 return torch.multinomial((top.values / temperatures).softmax(-1), 1)
 
-            ours = check.milliseconds(lambda a=arguments: draft_sampler.sample_shared_noise(**a, **sizes))  # noqa: B023
-            gb_per_s = logits.nbytes / ours / 1e6
+            ours_ms = check.milliseconds(ours)
+            gb_per_s = logits.nbytes / ours_ms / 1e6
             results.append(
-                {"rows": num_rows, "dtype": str(dtype), "ms": ours, "topk_softmax_multinomial_ms": check.milliseconds(plain),
-                 "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / copied}
+                {
+                    "rows": num_rows, "dtype": str(dtype), "ms": ours_ms, "gb_per_s": gb_per_s,
+                    "share_of_copy": gb_per_s / copied, "topk_softmax_multinomial_ms": check.milliseconds(plain),
+                }
             )  # fmt: skip
     return results
 
 
 def copy_gb_per_s(check: Checker) -> float:
     """Bytes read and written a second by a copy of a gigabyte."""
-    source = torch.zeros((1 << 30) if check.device == "cuda" else 1024, dtype=torch.uint8, device=check.device)
+    source = torch.zeros(
+        (1 << 30) if check.device == "cuda" else 1024, dtype=torch.uint8, device=check.device
+    )
     target = torch.empty_like(source)
     return 2 * source.nbytes / check.milliseconds(lambda: target.copy_(source)) / 1e6
 
@@ -387,7 +410,9 @@ def residual_arguments(check: Checker, batch_size: int, lookahead: int, vocab_si
     p = check.randn(batch_size, lookahead + 1, vocab_size, scale=3.0).softmax(-1)
     top = p[:, :-1].topk(min(64, vocab_size // 2))
     q_probs = (top.values * torch.rand_like(top.values)).float()
-    uniforms = torch.rand(batch_size, lookahead + 1, generator=check.random, dtype=torch.float64).to(check.device)
+    uniforms = torch.rand(batch_size, lookahead + 1, generator=check.random, dtype=torch.float64).to(
+        check.device
+    )
     return {
         "p": p,
         "proposed": top.indices[..., 0].contiguous(),
@@ -512,10 +537,14 @@ def run_check(function: Callable[[Checker], object], check: Checker) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--seed", type=int, help="of the inputs; fresh if not given")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes in Triton's interpreter, on a CPU")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes in Triton's interpreter, on a CPU"
+    )
     options = parser.parse_args()
     seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
     device = "cpu" if options.dry_run else "cuda"

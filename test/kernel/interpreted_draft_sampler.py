@@ -76,7 +76,7 @@ def test_a_real_vocabulary():
 ODD = [0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-40]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.lists(st.sampled_from(ODD), min_size=1, max_size=150), st.data())
 def test_odd_logits(values, data):
     """Ties, NaN and infinities, of which a row may have nothing else."""
@@ -121,16 +121,17 @@ def test_saguaro_is_that_of_the_algorithm(c):
 
 
 def test_tokens_have_the_law_that_is_shipped():
-    num_rows = 1500
+    """Of the reference: the kernel draws the same tokens, more slowly here."""
+    num_rows = 20_000
     rows = arguments(1, 40, spread=1.5)
     rows = {name: column.expand(num_rows, *column.shape[1:]).contiguous() for name, column in rows.items()}
     rows["seeds"] = torch.arange(num_rows)
-    drafted = sample_saguaro(
-        **rows, fan_out=torch.full((num_rows,), 2), c=torch.full((num_rows,), 0.3, dtype=torch.float64),
-        num_ranked=1, top_m=8,
-    )  # fmt: skip
+    rows |= {"fan_out": torch.full((num_rows,), 2), "c": torch.full((num_rows,), 0.3, dtype=torch.float64)}
+    drafted = reference(**rows, num_ranked=1, top_m=8)
     counts = (drafted.token_ids[:, None] == drafted.top_ids[0]).sum(0)
     assert chisquare(counts, drafted.q[0].double() / drafted.q[0].double().sum() * num_rows).pvalue > 1e-3
+    few = {name: column[:4] for name, column in rows.items()}
+    assert torch.equal(sample_saguaro(**few, num_ranked=1, top_m=8).token_ids, drafted.token_ids[:4])
 
 
 def test_rows_do_not_depend_on_their_batch():

@@ -66,12 +66,15 @@ def test_keys_wider_than_values(dtype):
     assert_close_to_float64(pools, plan_of(prefixes, rows), dtype)
 
 
-@pytest.mark.parametrize(("num_rows", "height"), [(4, 16), (9, 32), (24, 64), (40, 128), (70, 128)])
-def test_tile_heights(num_rows, height):
-    """Rows of one group in tiles of every height, the last in two tiles."""
+@pytest.mark.parametrize(
+    ("num_rows", "width", "height"),
+    [(4, 64, 16), (9, 64, 32), (24, 64, 64), (40, 64, 128), (70, 64, 128), (40, 160, 32)],
+)
+def test_tile_heights(num_rows, width, height):
+    """Rows of one group in tiles of every height, of which some groups need more than one."""
     plan = plan_of([slots_from(0, 64)], [(0, 64, slots_from(i, i % 3)) for i in range(num_rows)])
-    assert tile_rows(to_device(plan, "cpu").limits, 2) == height
-    assert_close_to_float64(DevicePools(num_rows, torch.float32), plan, torch.float32)
+    assert tile_rows(to_device(plan, "cpu").limits, torch.float16, 2, width) == height
+    assert_close_to_float64(DevicePools(num_rows, torch.float16, widths=(width, width)), plan, torch.float16)
 
 
 @settings(max_examples=10)
@@ -131,7 +134,9 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(pools.attend(plan).double(), exact, rtol=0, atol=2e-3)
 
 
-LIMITS = PlanLimits(rows=12, groups=5, depth=80, prefix_slots=400, prefix_len=300, group_rows=9, split_keys=SPLIT_KEYS)
+LIMITS = PlanLimits(
+    rows=12, groups=5, depth=80, prefix_slots=400, prefix_len=300, group_rows=9, split_keys=SPLIT_KEYS
+)
 
 
 def test_one_set_of_buffers_serves_every_plan_within_its_limits():

@@ -120,7 +120,9 @@ def residual_arguments(batch_size, lookahead, vocab_size, num_q=4, seed=0, dtype
     random = torch.Generator().manual_seed(seed)
     p = (torch.randn(batch_size, lookahead + 1, vocab_size, generator=random) * 2).softmax(-1)
     # Tokens that are likely and so are proposed and accepted, among them.
-    q_ids = (p[:, :-1] + torch.rand(batch_size, lookahead, vocab_size, generator=random) / 20).topk(num_q).indices
+    q_ids = (
+        (p[:, :-1] + torch.rand(batch_size, lookahead, vocab_size, generator=random) / 20).topk(num_q).indices
+    )
     q_probs = (torch.randn(q_ids.shape, generator=random)).softmax(-1)
     drawn = torch.randint(0, num_q, (batch_size, lookahead, 1), generator=random)
     return {
@@ -143,7 +145,9 @@ def assert_residual_is_that_of_the_algorithm(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("lookahead", "vocab_size", "num_q"), [(1, 2, 1), (3, 60, 4), (3, 9000, 9), (7, 4097, 64)])
+@pytest.mark.parametrize(
+    ("lookahead", "vocab_size", "num_q"), [(1, 2, 1), (3, 60, 4), (3, 9000, 9), (7, 4097, 64)]
+)
 def test_residual(lookahead, vocab_size, num_q, dtype):
     rows = residual_arguments(6, lookahead, vocab_size, num_q, dtype=dtype)
     assert_residual_is_that_of_the_algorithm(rows)
@@ -180,7 +184,14 @@ def test_malformed_laws(seed, data):
     place = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
     name, value = data.draw(
         st.sampled_from(
-            [("proposed", -1), ("proposed", 12), ("q_ids", -1), ("q_ids", 12), ("q_ids", 2**40), ("q_probs", -0.1)]
+            [
+                ("proposed", -1),
+                ("proposed", 12),
+                ("q_ids", -1),
+                ("q_ids", 12),
+                ("q_ids", 2**40),
+                ("q_probs", -0.1),
+            ]
             + [("q_probs", value) for value in (math.nan, math.inf, 1.5, 0.0, 5e-4)]
             + [("p", value) for value in (math.nan, math.inf, -1.0)]
         )
@@ -201,7 +212,10 @@ def test_malformed_laws(seed, data):
         ({"lengths": torch.zeros(2, dtype=torch.int64)}, r"lengths .*\(2,\)"),
         ({"is_one_hot": torch.zeros(3)}, "is_one_hot .*float32"),
         ({"q_ids": torch.zeros(3, 2, 5, dtype=torch.int64)}, r"q_probs .*\(3, 2, 5\)"),
-        ({"q_ids": torch.zeros(3, 2, 129, dtype=torch.int64), "q_probs": torch.zeros(3, 2, 129)}, r"\(3, 2, 129\)"),
+        (
+            {"q_ids": torch.zeros(3, 2, 129, dtype=torch.int64), "q_probs": torch.zeros(3, 2, 129)},
+            r"\(3, 2, 129\)",
+        ),
         ({"accept_uniforms": torch.zeros(3, 2)}, "accept_uniforms .*float32"),
     ],
 )

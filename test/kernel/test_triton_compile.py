@@ -53,8 +53,12 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict, target: GPUTa
 
 def usage_of(compiled, tmp_path) -> Usage:
     if "amdgcn" in compiled.asm:
-        found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"]))
-        return Usage(int(found["vgpr_count"]), compiled.metadata.shared, int(found["private_segment_fixed_size"]))
+        found = dict(
+            re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"])
+        )
+        return Usage(
+            int(found["vgpr_count"]), compiled.metadata.shared, int(found["private_segment_fixed_size"])
+        )
     path = tmp_path / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path
@@ -69,7 +73,9 @@ def usage_of(compiled, tmp_path) -> Usage:
 
 def check(name, compiled, target, tmp_path):
     usage = usage_of(compiled, tmp_path)
-    print(f"{name:42} {target:7} {usage.registers:4} registers {usage.shared:7} B shared {usage.spilled:5} B spilled")
+    print(
+        f"{name:42} {target:7} {usage.registers:4} registers {usage.shared:7} B shared {usage.spilled:5} B spilled"
+    )
     assert usage.spilled == 0
     assert usage.shared <= MOST_SHARED[target]
 
@@ -104,16 +110,24 @@ def mma_instructions(compiled):
 
 
 @targets
-@pytest.mark.parametrize("case", ATTENTIONS, ids=lambda case: f"{TYPES[case[0]]}-{case[1]}x{case[2]}-{case[3]}")
+@pytest.mark.parametrize(
+    "case", ATTENTIONS, ids=lambda case: f"{TYPES[case[0]]}-{case[1]}x{case[2]}-{case[3]}"
+)
 def test_fork_attention(case, target, tmp_path):
     """And both kernels multiply by the same instructions, on which a row's bits depend."""
     dtype, heads, width, group_rows = case
     limits = fork_attention.PlanLimits(768, 32, 8, 1 << 18, 1 << 13, group_rows)
     kernels = (fork_attention._shared_kernel, fork_attention._finish_kernel)
     instructions = []
-    for kernel, constants in zip(kernels, fork_attention.constants(dtype, heads, width, width, limits)):
+    both = fork_attention.constants(dtype, heads, width, width, limits, is_hip=target.startswith("gfx"))
+    for kernel, constants in zip(kernels, both):
         compiled = compile_kernel(kernel, attention_types(dtype), constants, TARGETS[target])
-        check(f"{kernel.__name__} {TYPES[dtype]} {heads}x{width} tile {constants['TILE']}", compiled, target, tmp_path)
+        check(
+            f"{kernel.__name__} {TYPES[dtype]} {heads}x{width} tile {constants['TILE']}",
+            compiled,
+            target,
+            tmp_path,
+        )
         if "ptx" in compiled.asm:
             instructions.append(mma_instructions(compiled))
     assert all(found == instructions[0] for found in instructions)

@@ -165,9 +165,7 @@ def _arguments(q, k_pool, v_pool, plan: ForkPlan, scaling: float, out) -> ForkAt
     )
 
 
-def check_call(
-    q, k_pool, v_pool, num_rows: int, num_slots: int, out, out_shape: tuple[int, ...]
-) -> None:
+def check_call(q, k_pool, v_pool, num_rows: int, num_slots: int, out, out_shape: tuple[int, ...]) -> None:
     """Raise ValueError unless tensors and plan fit each other. Looks at no element: this runs in every layer."""
     shapes = f"q {tuple(q.shape)}, k_pool {tuple(k_pool.shape)}, v_pool {tuple(v_pool.shape)}"
     if not q.dim() == k_pool.dim() == v_pool.dim() == 3:

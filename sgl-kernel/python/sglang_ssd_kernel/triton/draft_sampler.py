@@ -202,7 +202,9 @@ def _sample(
 def _check(logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out, c) -> int:
     """``top_m`` cut to the vocabulary; raises ValueError for what does not fit."""
     if logits.dim() != 2 or 0 in logits.shape or logits.dtype not in DTYPES or logits.stride(1) != 1:
-        raise ValueError(f"logits must be float [rows, V], contiguous in V: {tuple(logits.shape)} {logits.dtype}")
+        raise ValueError(
+            f"logits must be float [rows, V], contiguous in V: {tuple(logits.shape)} {logits.dtype}"
+        )
     if logits.shape[1] > GROUP * _MOST_GROUPS:
         raise ValueError(f"At most {GROUP * _MOST_GROUPS} tokens: logits {tuple(logits.shape)}")
     columns = {
@@ -213,7 +215,9 @@ def _check(logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m,
         columns |= {"fan_out": (fan_out, torch.int64), "c": (c, torch.float64)}
     for name, (column, dtype) in columns.items():
         if column.shape != logits.shape[:1] or column.dtype != dtype or not column.is_contiguous():
-            raise ValueError(f"{name} must be {dtype} ({logits.shape[0]},): {column.dtype} {tuple(column.shape)}")
+            raise ValueError(
+                f"{name} must be {dtype} ({logits.shape[0]},): {column.dtype} {tuple(column.shape)}"
+            )
         if column.device != logits.device:
             raise ValueError(f"{name} is on {column.device}, logits {tuple(logits.shape)} on {logits.device}")
     top_m = min(top_m, logits.shape[1])
@@ -293,8 +297,8 @@ def _saguaro_law(scores, ranks, is_valid, fan_out, c):
     weights = tl.exp(finite - tl.max(finite, 0))
     weights = weights / tl.sum(weights, 0)
     is_cached = ranks < fan_out
-    has_rest = tl.sum(tl.where(is_cached, 0.0, weights), 0) > 0
-    weights = tl.where(is_cached & has_rest, c * weights, weights)
+    scale = tl.where(tl.sum(tl.where(is_cached, 0.0, weights), 0) > 0, c, 1.0)
+    weights = tl.where(is_cached, scale * weights, weights)
     return (weights / tl.sum(weights, 0)).to(tl.float32)
 
 

@@ -5,7 +5,7 @@ group see whole blocks of it, and leaves the state of the online softmax of ever
 over its own keys, which are the rest of its prefix and its tail, and merges.
 
 What a row's bits depend on: its query and keys, their shapes and dtypes, ``PlanLimits.split_keys``, and whether
-a tile has 64 rows or more (``tile_rows``: Hopper multiplies those by other instructions). Not on other rows, nor on how
+the tiles have 16, 32, or more rows (``tile_rows``: they are multiplied in other ways). Not on other rows, nor on how
 its keys are divided between prefix and tail, because
 - keys are cut into blocks of BLOCK_KEYS, and these into splits, by their place in the row's own sequence;
 - both kernels take in a block by the same ``_attend`` with tiles of one kind, and the second one starts from the state
@@ -29,11 +29,10 @@ from ..cpu.fork_attention import ForkPlan, check_call
 BLOCK_KEYS = 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEADS_PER_KV = 16
-# A tile of this height is the lowest that Hopper's wgmma takes.
-_HIGH_TILE = 64
-_MAX_TILE = 128
-# Columns of the values that a program of the second kernel takes: it holds two accumulators.
-_MAX_VALUE_COLUMNS = 128
+# More rows or wider ones would leave the registers. The second kernel, which has few rows but two accumulators, takes
+# _FINISH_TILE rows in the place of more: of these two heights each warp has the same part of its rows.
+_MAX_TILE, _FINISH_TILE, _MAX_WIDE_TILE, _MAX_FLOAT32_TILE = 128, 64, 32, 16
+_MAX_COLUMNS, _MAX_FINISH_COLUMNS = 128, 64
 
 
 class PlanLimits(NamedTuple):
@@ -118,9 +117,15 @@ def to_device(plan: ForkPlan, device: torch.device | str, split_keys: int = 512)
     return device_plan
 
 
-def tile_rows(limits: PlanLimits, heads_per_kv: int) -> int:
-    """Rows times query heads that one program of the first kernel takes at once: 16, 32, 64 or 128."""
-    return min(_MAX_TILE, max(16, triton.next_power_of_2(limits.group_rows * heads_per_kv)))
+def tile_rows(limits: PlanLimits, dtype: torch.dtype, heads_per_kv: int, width: int) -> int:
+    """Rows times query heads that one program of the first kernel takes at once, a power of 2 from 16 to 128.
+
+    ``width`` is that of keys or values, whichever is more.
+    """
+    most = _MAX_TILE if width <= _MAX_COLUMNS else _MAX_WIDE_TILE
+    if dtype == torch.float32:
+        most = _MAX_FLOAT32_TILE
+    return min(most, max(16, triton.next_power_of_2(limits.group_rows * heads_per_kv)))
 
 
 def fork_attention(
@@ -155,7 +160,12 @@ def fork_attention(
 
 
 def constants(
-    dtype: torch.dtype, heads_per_kv: int, key_width: int, value_width: int, limits: PlanLimits
+    dtype: torch.dtype,
+    heads_per_kv: int,
+    key_width: int,
+    value_width: int,
+    limits: PlanLimits,
+    is_hip: bool = torch.version.hip is not None,
 ) -> tuple[dict, dict]:
     """The compile-time arguments of the two kernels, with ``num_warps`` and ``num_stages``."""
     common = {
@@ -169,11 +179,16 @@ def constants(
         "WIDEN": triton.knobs.runtime.interpret and dtype == torch.bfloat16,
     }
     columns = max(16, triton.next_power_of_2(value_width))
-    tile = tile_rows(limits, heads_per_kv)
-    shared = common | {"TILE": tile, "VALUE_COLUMNS": columns, "num_warps": tile // 16, "num_stages": 3}
-    tile = min(tile, _HIGH_TILE)
-    finish = common | {"TILE": tile, "VALUE_COLUMNS": min(columns, _MAX_VALUE_COLUMNS)}
-    return shared, finish | {"num_warps": tile // 16, "num_stages": 2}
+    tile = tile_rows(limits, dtype, heads_per_kv, max(key_width, value_width))
+    finish_tile = min(tile, _FINISH_TILE)
+    # Two stages each for slots and for what lies there; on ROCm a second buffer would not fit.
+    num_stages = 2 if is_hip or dtype == torch.float32 else 5
+    shared = common | {"TILE": tile, "VALUE_COLUMNS": columns}
+    finish = common | {"TILE": finish_tile, "VALUE_COLUMNS": min(columns, _MAX_FINISH_COLUMNS)}
+    return (
+        shared | {"num_warps": max(4, tile // 16), "num_stages": num_stages},
+        finish | {"num_warps": 4, "num_stages": 2},
+    )
 
 
 def _launch(q, k_pool, v_pool, plan: DevicePlan, scaling: float, out) -> None:

@@ -143,7 +143,11 @@ def verify_residual(
 def draw_constants(vocab_size: int) -> tuple[dict, dict]:
     """The compile-time arguments of ``draw_and_agree``'s kernels, with ``num_warps`` and ``num_stages``."""
     blocks = triton.next_power_of_2(triton.cdiv(vocab_size, BLOCK))
-    return {"BLOCK": BLOCK, "num_warps": 8, "num_stages": 1}, {"BLOCKS": blocks, "num_warps": 1, "num_stages": 1}
+    return {"BLOCK": BLOCK, "num_warps": 8, "num_stages": 1}, {
+        "BLOCKS": blocks,
+        "num_warps": 1,
+        "num_stages": 1,
+    }
 
 
 def residual_constants(vocab_size: int, num_q: int) -> tuple[dict, dict, dict]:
@@ -159,14 +163,18 @@ def residual_constants(vocab_size: int, num_q: int) -> tuple[dict, dict, dict]:
 
 def _check_columns(rows: torch.Tensor, name: str, **columns: torch.Tensor) -> None:
     if rows.dim() != 3 or 0 in rows.shape or rows.dtype not in DTYPES or rows.stride(2) != 1:
-        raise ValueError(f"{name} must be float [B, K + 1, V], contiguous in V: {rows.dtype} {tuple(rows.shape)}")
+        raise ValueError(
+            f"{name} must be float [B, K + 1, V], contiguous in V: {rows.dtype} {tuple(rows.shape)}"
+        )
     for column_name, column in columns.items():
         _check(column, column_name, torch.int64, rows.shape[:1], rows.device)
 
 
 def _check(tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous {dtype} {tuple(shape)}: {tensor.dtype} {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{name} must be contiguous {dtype} {tuple(shape)}: {tensor.dtype} {tuple(tensor.shape)}"
+        )
     if tensor.device != device:
         raise ValueError(f"{name} {tuple(shape)} is on {tensor.device}, the others on {device}")
 
@@ -266,7 +274,7 @@ def _block_draw_kernel(
     token = block * BLOCK + tl.arange(0, BLOCK)
     greedy = tl.load(is_greedy + request)
     temperature = tl.full((), 1.0, tl.float64)
-    if temperatures is not None:
+    if temperatures is not None:  # noqa: SIM102 - the compiler decides this, the device that
         if not greedy:
             temperature = tl.load(temperatures + request)
     rough = _row_scores(scores, token, token < vocab_size, (1 / temperature).to(tl.float32))
