@@ -79,7 +79,7 @@ def test_logits_and_temperatures():
                 reference_draw_and_agree(**rows, temperatures=temperatures))  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.lists(st.sampled_from(ODD), min_size=1, max_size=70))
 def test_odd_scores(values):
     rows = draw_arguments(2, 2, len(values))
@@ -90,9 +90,9 @@ def test_odd_scores(values):
 def test_ties_go_to_the_lowest_id():
     """Scores that undo the noise, but for rounding: float64 decides, and the lowest of those that are equal then."""
     rows = draw_arguments(1, 1, 6000, torch.float64)
-    noise = gumbel_noise(rows["seeds"], rows["positions"], torch.arange(6000))
-    rows["scores"] = -noise[:, None]
-    rows["scores"][..., ::2] -= 1e-3
+    tied = torch.arange(5, 6000, 200)  # in both blocks
+    rows["scores"][:] = -math.inf
+    rows["scores"][0, 0, tied] = -gumbel_noise(rows["seeds"], rows["positions"], tied)[0]
     assert torch.equal(draw_and_agree(**rows).token_ids, draws_of_the_algorithm(rows))
     rows["is_greedy"][:] = True
     rows["scores"][:] = 1.0
@@ -176,7 +176,7 @@ def test_no_residual_is_left_where_p_is_q():
     assert assert_residual_is_that_of_the_algorithm(rows).bonus_tokens.tolist() == [0, 0, 0, 0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.data())
 def test_malformed_laws(seed, data):
     """Every way in which what a draft ships can be wrong, at a random place."""

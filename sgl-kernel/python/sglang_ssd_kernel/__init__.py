@@ -12,6 +12,12 @@ _MODULES = {
     "silu_and_mul": "cpu.silu_and_mul",
     "rotary_neox": "cpu.rotary_neox",
     "is_compiled": "cpu.library",
+    "DevicePlan": "triton.fork_attention",
+    "PlanLimits": "triton.fork_attention",
+    "sample_shared_noise": "triton.draft_sampler",
+    "sample_saguaro": "triton.draft_sampler",
+    "draw_and_agree": "triton.target_draw",
+    "verify_residual": "triton.target_draw",
 }
 __all__ = list(_MODULES)
 

@@ -5,7 +5,7 @@ groups of the largest maxima (were one in another group, M tokens would exceed i
 those groups alone: it picks the top M, then draws by the law of each row.
 
 Everywhere NaN counts as -inf and ties go to the lowest token id. Selection is exact; the noise and q are computed in
-float64, as in ``sglang_ssd.algorithm.shared_noise`` and ``.saguaro``.
+float64, as in ``sglang_ssd.algorithm.shared_noise`` and ``.saguaro``. Tensors on a CPU go to the torch reference.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ..cpu_stand_in.functions import murmur_hash32_cpu
+from .device import has_kernels
 from .noise import gumbel, reference_gumbel, row_state, uniform
 
 #: Neighbouring tokens of which the first pass keeps the maximum.
@@ -171,6 +172,9 @@ def _sample(
     logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out=None, c=None
 ) -> Drafted:
     top_m = _check(logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out, c)
+    columns = (temperatures, seeds, positions, is_greedy, fan_out, c)
+    if not has_kernels(logits):
+        return reference(logits, *columns, num_ranked=num_ranked, top_m=top_m)
     is_saguaro = fan_out is not None
     num_rows, vocab_size = logits.shape
     first, second = constants(vocab_size, num_ranked, top_m, is_saguaro)
@@ -191,7 +195,7 @@ def _sample(
     )
     _draw_kernel[(num_rows,)](
         *(logits, group_maxima, taken, chosen),
-        *(temperatures, seeds, positions, is_greedy, fan_out, c),
+        *columns,
         *drafted,
         *(logits.stride(0), vocab_size),
         **second,

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ..cpu.fork_attention import ForkPlan, check_call
+from .device import has_kernels
 
 #: Keys of one step. Few, because each row reads its last block alone.
 BLOCK_KEYS = 32
@@ -151,8 +152,10 @@ def fork_attention(
         out = q.new_empty(out_shape)
     check_call(q, k_pool, v_pool, plan.limits.rows, plan.num_slots, out, out_shape)
     heads_per_kv = q.shape[1] // k_pool.shape[1]
-    if q.dtype not in DTYPES or heads_per_kv > _MAX_HEADS_PER_KV:
-        raise ValueError(f"No kernel for {q.dtype}: q {tuple(q.shape)}, k_pool {tuple(k_pool.shape)}")
+    if not has_kernels(q) or q.dtype not in DTYPES or heads_per_kv > _MAX_HEADS_PER_KV:
+        raise ValueError(
+            f"No kernel for {q.device}, {q.dtype}: q {tuple(q.shape)}, k_pool {tuple(k_pool.shape)}"
+        )
     if q.device != plan.tensors.row_groups.device:
         raise ValueError(f"The plan is on {plan.tensors.row_groups.device}: q {tuple(q.shape)} on {q.device}")
     _launch(q, k_pool, v_pool, plan, scaling, out)

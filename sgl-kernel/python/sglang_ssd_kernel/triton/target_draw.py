@@ -3,7 +3,7 @@
 Shared noise: ``draw_and_agree``. Residual sampling: ``verify_residual``. The decisions are those of
 ``sglang_ssd.algorithm.shared_noise.draw``, ``.verification.agree`` and ``.verification.verify_residual``: what decides is
 computed in float64. Sums over a vocabulary run in another order, so that a uniform within about 1e-15 of a boundary may
-fall on its other side.
+fall on its other side. Tensors on a CPU go to the torch references, which are not sparing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import has_kernels
 from .noise import gumbel, hashes, reference_gumbel, row_state
 
 #: Tokens of one program.
@@ -63,6 +64,8 @@ def draw_and_agree(
         _check(temperatures, "temperatures", torch.float64, scores.shape[:1], scores.device)
     batch_size, width, vocab_size = scores.shape
     _check(proposed, "proposed", torch.int64, (batch_size, width - 1), scores.device)
+    if not has_kernels(scores):
+        return reference_draw_and_agree(scores, seeds, positions, is_greedy, proposed, lengths, temperatures)
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     block_scores = scores.new_empty((batch_size, width, num_blocks), dtype=torch.float64)
     block_tokens = scores.new_empty((batch_size, width, num_blocks), dtype=torch.int32)
@@ -115,6 +118,10 @@ def verify_residual(
     _check(q_probs, "q_probs", torch.float32, (batch_size, width - 1, num_q), p.device)
     if not 1 <= num_q <= MOST_Q:
         raise ValueError(f"1 to {MOST_Q} tokens of q: q_ids {tuple(q_ids.shape)}")
+    if not has_kernels(p):
+        return reference_residual(
+            p, proposed, lengths, is_one_hot, q_ids, q_probs, accept_uniforms, bonus_uniforms
+        )
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     num_accepted, bonus_tokens, num_malformed = p.new_empty((3, batch_size), dtype=torch.int64)
     law_ids = p.new_empty((batch_size, num_q + 1), dtype=torch.int64)
@@ -255,9 +262,12 @@ def _rough_gumbel(hashed):
 
 
 @triton.jit
-def _row_scores(scores, token, mask, inverse_temperature):
-    values = tl.load(scores + token, mask=mask, other=float("-inf")).to(tl.float32)
-    return tl.where(values == values, values * inverse_temperature, float("-inf"))
+def _load_clean(scores, token, vocab_size):
+    """float32, or float64 where the scores are; -inf for NaN and beyond the end."""
+    values = tl.load(scores + token, mask=token < vocab_size, other=float("-inf"))
+    if scores.dtype.element_ty != tl.float64:
+        values = values.to(tl.float32)
+    return tl.where(values == values, values, float("-inf"))
 
 
 @triton.jit
@@ -277,7 +287,8 @@ def _block_draw_kernel(
     if temperatures is not None:  # noqa: SIM102 - the compiler decides this, the device that
         if not greedy:
             temperature = tl.load(temperatures + request)
-    rough = _row_scores(scores, token, token < vocab_size, (1 / temperature).to(tl.float32))
+    values = _load_clean(scores, token, vocab_size)
+    rough = values.to(tl.float32) * (1 / temperature).to(tl.float32)
     margin = tl.where(tl.abs(rough) < float("inf"), 1e-4 + 1e-6 * tl.abs(rough), 0.0)
     state = row_state(tl.load(seeds + request), tl.load(positions + request) + offset)
     if not greedy:
@@ -285,6 +296,10 @@ def _block_draw_kernel(
         rough += tl.where(hashed == 0, _NOISE_OF_HASH_0, _rough_gumbel(hashed))
     enough = tl.max(rough - margin, 0)
     is_contender = (rough + margin >= enough) & (rough > float("-inf"))
+    if greedy:  # of any number of ties the first
+        is_contender = is_contender & (
+            token == tl.min(tl.where(values == tl.max(values, 0), token, _INT32_MAX), 0)
+        )
 
     best, best_token = tl.full((), float("-inf"), tl.float64), tl.full((), _INT32_MAX, tl.int32)
     contender = tl.min(tl.where(is_contender, token, _INT32_MAX), 0)
