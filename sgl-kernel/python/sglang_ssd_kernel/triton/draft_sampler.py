@@ -121,15 +121,22 @@ def reference(
         ids, order = top_ids.sort()
         ranked = scores.gather(1, order).sort(dim=-1, descending=True, stable=True)
         ranked_ids = ids.gather(1, ranked.indices)
-        results = ranked_ids[:, :num_ranked], ranked.values[:, :num_ranked], top_ids, top_logits
-        return Drafted(ranked_ids[:, 0], *results, None)
+        results = (
+            ranked_ids[:, 0],
+            ranked_ids[:, :num_ranked],
+            ranked.values[:, :num_ranked],
+            top_ids,
+            top_logits,
+        )
+        return Drafted(*(tensor.contiguous() for tensor in results), None)
     q = _reference_q(scores, fan_out, c)
     q = torch.where(is_greedy[:, None], torch.eye(q.shape[1])[0], q)
     uniforms = _reference_uniforms(seeds, positions)
     running = q.double().cumsum(-1)
     drawn = torch.searchsorted(running, (uniforms * running[:, -1])[:, None], right=True)
-    results = top_ids[:, :num_ranked], scores[:, :num_ranked], top_ids, top_logits
-    return Drafted(top_ids.gather(1, drawn)[:, 0], *results, q)
+    token_ids = top_ids.gather(1, drawn)[:, 0]
+    results = token_ids, top_ids[:, :num_ranked], scores[:, :num_ranked], top_ids, top_logits, q
+    return Drafted(*(tensor.contiguous() for tensor in results))
 
 
 def _reference_q(scores: torch.Tensor, fan_out: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
