@@ -5,7 +5,7 @@ group see whole blocks of it, and leaves the state of the online softmax of ever
 over its own keys, which are the rest of its prefix and its tail, and merges.
 
 What a row's bits depend on: its query and keys, their shapes and dtypes, ``PlanLimits.split_keys``, and whether
-the tiles have 16, 32, or more rows (``tile_rows``: they are multiplied in other ways). Not on other rows, nor on how
+the tiles have 128 rows (``tile_rows``: those are multiplied in another way). Not on other rows, nor on how
 its keys are divided between prefix and tail, because
 - keys are cut into blocks of BLOCK_KEYS, and these into splits, by their place in the row's own sequence;
 - both kernels take in a block by the same ``_attend`` with tiles of one kind, and the second one starts from the state
@@ -30,9 +30,10 @@ from .device import has_kernels
 BLOCK_KEYS = 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEADS_PER_KV = 16
-# More rows or wider ones would leave the registers. The second kernel, which has few rows but two accumulators, takes
-# _FINISH_TILE rows in the place of more: of these two heights each warp has the same part of its rows.
-_MAX_TILE, _FINISH_TILE, _MAX_WIDE_TILE, _MAX_FLOAT32_TILE = 128, 64, 32, 16
+# The second kernel has few rows, but two accumulators: it takes lower tiles and fewer columns. Heights are those that fit
+# the registers and for which the compiler adds up a row in the same way in both kernels: by four warps in tiles of 16 or
+# 32 rows, by one in tiles of 128 here and 64 there. test_triton_compile.py looks whether it does.
+_HIGH_TILE, _HIGH_FINISH_TILE = 128, 64
 _MAX_COLUMNS, _MAX_FINISH_COLUMNS = 128, 64
 
 
@@ -119,14 +120,14 @@ def to_device(plan: ForkPlan, device: torch.device | str, split_keys: int = 512)
 
 
 def tile_rows(limits: PlanLimits, dtype: torch.dtype, heads_per_kv: int, width: int) -> int:
-    """Rows times query heads that one program of the first kernel takes at once, a power of 2 from 16 to 128.
+    """Rows times query heads that one program of the first kernel takes at once: 16, 32 or 128.
 
     ``width`` is that of keys or values, whichever is more.
     """
-    most = _MAX_TILE if width <= _MAX_COLUMNS else _MAX_WIDE_TILE
-    if dtype == torch.float32:
-        most = _MAX_FLOAT32_TILE
-    return min(most, max(16, triton.next_power_of_2(limits.group_rows * heads_per_kv)))
+    num_pairs = limits.group_rows * heads_per_kv
+    if num_pairs <= 16 or dtype == torch.float32:
+        return 16
+    return 32 if num_pairs <= 64 or width > _MAX_COLUMNS else _HIGH_TILE
 
 
 def fork_attention(
@@ -183,7 +184,7 @@ def constants(
     }
     columns = max(16, triton.next_power_of_2(value_width))
     tile = tile_rows(limits, dtype, heads_per_kv, max(key_width, value_width))
-    finish_tile = min(tile, _FINISH_TILE)
+    finish_tile = min(tile, _HIGH_FINISH_TILE)
     # Two stages each for slots and for what lies there; on ROCm a second buffer would not fit.
     num_stages = 2 if is_hip or dtype == torch.float32 else 5
     shared = common | {"TILE": tile, "VALUE_COLUMNS": columns}
