@@ -183,15 +183,19 @@ def constants(
         "WIDEN": triton.knobs.runtime.interpret and dtype == torch.bfloat16,
     }
     columns = max(16, triton.next_power_of_2(value_width))
-    tile = tile_rows(limits, dtype, heads_per_kv, max(key_width, value_width))
+    tile_width = max(key_width, value_width)
+    tile = tile_rows(limits, dtype, heads_per_kv, tile_width)
     finish_tile = min(tile, _HIGH_FINISH_TILE)
-    # Two stages each for slots and for what lies there; on ROCm a second buffer would not fit.
-    num_stages = 2 if is_hip or dtype == torch.float32 else 5
+    # Two stages each for slots and for what lies there; on ROCm and in float32 a second buffer would not fit.
+    num_stages, num_warps = (2 if is_hip else 5), max(4, tile // 16)
+    finish_warps = 4
+    if dtype == torch.float32:  # without tensor cores; wider than 128 the second kernel spills even so
+        num_stages, num_warps, finish_warps = (2 if tile_width <= _MAX_COLUMNS else 1), 8, 8
     shared = common | {"TILE": tile, "VALUE_COLUMNS": columns}
     finish = common | {"TILE": finish_tile, "VALUE_COLUMNS": min(columns, _MAX_FINISH_COLUMNS)}
     return (
-        shared | {"num_warps": max(4, tile // 16), "num_stages": num_stages},
-        finish | {"num_warps": 4, "num_stages": 2},
+        shared | {"num_warps": num_warps, "num_stages": num_stages},
+        finish | {"num_warps": finish_warps, "num_stages": min(2, num_stages)},
     )
 
 
