@@ -187,10 +187,10 @@ def constants(
     tile = tile_rows(limits, dtype, heads_per_kv, tile_width)
     finish_tile = min(tile, _HIGH_FINISH_TILE)
     # Two stages each for slots and for what lies there; on ROCm and in float32 a second buffer would not fit.
-    num_stages, num_warps = (2 if is_hip else 5), max(4, tile // 16)
-    finish_warps = 4
+    num_stages, num_warps, finish_warps = (2 if is_hip else 5), max(4, tile // 16), 4
     if dtype == torch.float32:  # without tensor cores; wider than 128 the second kernel spills even so
-        num_stages, num_warps, finish_warps = (2 if tile_width <= _MAX_COLUMNS else 1), 8, 8
+        num_stages = 2 if tile_width <= _MAX_COLUMNS else 1
+        num_warps = finish_warps = 4 if tile_width <= 64 else 8
     shared = common | {"TILE": tile, "VALUE_COLUMNS": columns}
     finish = common | {"TILE": finish_tile, "VALUE_COLUMNS": min(columns, _MAX_FINISH_COLUMNS)}
     return (
