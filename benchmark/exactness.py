@@ -9,6 +9,7 @@ exit code is 1 when a margin is above --noise, or the other token is not the tar
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import options
@@ -50,6 +51,14 @@ def diverge(server: Server, run: str, number: int, prompt: list[int], plain: lis
     return Divergence(run, number, position, *tokens, first - second, set(tokens) == {first_id, second_id})
 
 
+def answers(server: Server, run: str, prompts: list[list[int]], args: argparse.Namespace) -> list[list[int]]:
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        generations = pool.map(lambda prompt: server.generate(prompt, args.max_tokens), prompts)
+        return [
+            answer.output_ids for answer in tqdm(generations, desc=run, total=len(prompts), unit="prompt")
+        ]
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     with options.pair_folders(args) as pair:
@@ -60,10 +69,7 @@ def main(argv: list[str] | None = None) -> int:
                 pair, mode, dtype=args.dtype, lookahead=args.lookahead, budget=args.budget
             )
             with serving(arguments, options.log_path(args.out, run), run) as server:
-                outputs[run] = [
-                    server.generate(prompt, args.max_tokens).output_ids
-                    for prompt in tqdm(prompts, desc=run, unit="prompt")
-                ]
+                outputs[run] = answers(server, run, prompts, args)
                 if run == "plain":
                     found = [
                         diverge(server, other, i, prompt, outputs["plain"][i], outputs[other][i])
@@ -122,6 +128,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_count("--num-prompts", 10, "prompts of prompts.json", highest=len(read_prompts()))
     parser.add_count("--max-tokens", 128, "tokens a prompt at most")
+    parser.add_count("--concurrency", 1, "requests at a time")
     parser.add_speculation()
     parser.add_out("exactness-PAIR.json")
     args = parser.parse_args(argv)

@@ -5,7 +5,7 @@ the target: temperature 1, top_k 4, so 64 cells. Five tokens are asked for, so t
 and does not end with it. Each variant has a fresh server:
 
   shared-noise, residual with C = 1, .5, .05
-  x hits (B=12), neural misses (B=0: every proposal is drafted just in time), one-hot misses (B=0, n-gram fallback)
+  x hits (B=6), neural misses (B=0: every proposal is drafted just in time), one-hot misses (B=0, n-gram fallback)
 
 The exit code is 1 when a variant has p < 0.001, a token outside the support, or no round of the source it is about.
 Results are merged into --out by variant, so that a run can be done in parts.
@@ -25,7 +25,7 @@ import options
 from report import format_table, machine_facts, read_results, write_results
 from serving import Answer, Request, Server, serving
 
-LOOKAHEAD, BUDGET = 3, 12
+LOOKAHEAD, BUDGET = 3, 6
 TOP_K, DEPTH, NEW_TOKENS = 4, 3, 5
 #: A period of eight, three times. Found by search on the test pair: the target goes on with the period with
 #: probability .59, .76 and .57, so that n-gram proposals exist and are accepted as well as rejected.

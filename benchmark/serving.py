@@ -162,7 +162,8 @@ def serving(
     Raises ``ServerFailed`` when it ends or does not answer within ``START_TIMEOUT_S``, and when something of it is
     left ``STOP_TIMEOUT_S`` after SIGINT; what is left is killed.
     """
-    port = free_port()
+    # Benchmarks that start at the same moment must not take each other's server for their own.
+    port = free_port(FIRST_PORT + os.getpid() % 8192)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *launcher, "--host", "127.0.0.1", "--port", str(port)]
     with log_path.open("wb") as log:

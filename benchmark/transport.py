@@ -57,6 +57,10 @@ class StubModel(DraftModelRunner):
         self._num_rows = max_rows
         self._free_rows = list(range(max_rows, 0, -1))
         self._total_slots = NUM_SLOTS
+        use_cpu_engine()
+        from sglang_ssd.bridge.prefix_cache import PrefixCache
+
+        self._prefixes = PrefixCache(None, self._allocator)
         self._logits = -torch.arange(VOCAB_SIZE, dtype=torch.float32)[None]
 
     def call_during_forwards(self, callback) -> None:
@@ -71,6 +75,8 @@ class StubModel(DraftModelRunner):
 
 class _FreeList:
     """Slots as SGLang's allocator keeps them: one tensor of free ids, taken from its front and joined at its end."""
+
+    device = "cpu"
 
     def __init__(self) -> None:
         self._free = torch.arange(1, NUM_SLOTS + 1)
@@ -92,6 +98,9 @@ class _FreeList:
 
     def free(self, slots: torch.Tensor) -> None:
         self._free = torch.cat([self._free, slots])
+
+    def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
+        self.free(slots)
 
 
 def serve_draft(endpoint: str, max_rows: int, core: int, ready: Connection) -> None:

@@ -273,8 +273,9 @@ def test_stub_model_keeps_rows_and_slots() -> None:
     branch.num_cached += 1
     assert model.capacity().free_slots == before.free_slots - 4
     paths.adopt(main, branch)
-    paths.release(main)
+    paths.close(main, [1, 2, 3, 5])
     assert model.capacity() == before
+    assert paths.open([1, 2, 3, 5, 6]).num_cached == 4
 
 
 # -- serving -----------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def write_plot(
 
 
 def fetch_estimates(server_url: str) -> dict[str, Any]:
-    """The ``ssd`` estimates of a running server: ``/server_info``, ``internal_states[0]["ssd"]``.
+    """What a running server's draft has measured: ``/server_info``, ``internal_states[0]["ssd"]["estimates"]``.
 
     Their keys are those of ``acceptance.Snapshot``. Raises ValueError when the server runs without SSD,
     OSError when it cannot be reached.
@@ -187,10 +187,10 @@ def fetch_estimates(server_url: str) -> dict[str, Any]:
     with urllib.request.urlopen(url, timeout=_SERVER_TIMEOUT_S) as response:
         info = json.load(response)
     try:
-        return info["internal_states"][0]["ssd"]
+        return info["internal_states"][0]["ssd"]["estimates"]
     except (KeyError, IndexError, TypeError):
         raise ValueError(
-            f'--server-url {server_url}: its /server_info has no internal_states[0]["ssd"]'
+            f'--server-url {server_url}: its /server_info has no internal_states[0]["ssd"]["estimates"]'
         ) from None
 
 

@@ -31,9 +31,11 @@ def run_scheduler(server_args, *args, **kwargs) -> None:
 
     if server_args.device == "cpu":
         from sglang_ssd.bridge.cpu_attention import install_cpu_attention
+        from sglang_ssd.bridge.parallel import speak_gloo_only
 
         quiet_model_registry()
         install_cpu_attention()
+        speak_gloo_only()
         rank = args[2] if len(args) > 2 else kwargs["tp_rank"]
         cores = cores_of_rank(rank)
         if cores:

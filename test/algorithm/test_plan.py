@@ -52,7 +52,7 @@ def measured_server_info():
     for num_tokens, ms in ((1, 11.0), (5, 11.5), (9, 12.0)):
         est.observe_verify(ms, num_tokens)
     est.observe_draft_depth(2.5, 16)
-    return {"internal_states": [{"ssd": est.snapshot()._asdict()}]}
+    return {"internal_states": [{"ssd": {"estimates": est.snapshot()._asdict()}}]}
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -118,7 +118,7 @@ def test_a_servers_measurements_are_read_and_flags_win(capsys):
     info = measured_server_info()
     with server(info) as url:
         assert fetch_estimates(url)["acceptance"] == pytest.approx(
-            info["internal_states"][0]["ssd"]["acceptance"]
+            info["internal_states"][0]["ssd"]["estimates"]["acceptance"]
         )
         main(["--server-url", url + "/"])
         [row] = rows_of(capsys.readouterr().out)

@@ -9,8 +9,9 @@ from draft.toy import VOCAB_SIZE, ToyChannel, ToyRunner, continuation, patient_p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ssd.algorithm.acceptance import Snapshot
 from sglang_ssd.algorithm.lookahead import Size
-from sglang_ssd.algorithm.ngram import History
+from sglang_ssd.algorithm.ngram import LazyNGramIndex
 from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.server import PREFILL_CHUNK_TOKENS, DraftIdentity, DraftServer
 from sglang_ssd.wire.channel import MalformedFromPeer, Received
@@ -62,6 +63,7 @@ class Harness:
         )
         #: What proposals may have.
         self.lengths = {K}
+        self.ended: list[list[int]] = []
         self.tokens: dict[int, list[int]] = {}
         self.proposals: dict[int, list[int]] = {}
         self.ticket = 0
@@ -135,12 +137,15 @@ class Harness:
                     )
                 elif source == "ngram":
                     assert len(tokens) in self.lengths
-                    assert tokens == History(self.tokens[request]).propose(len(tokens))
+                    assert tokens == LazyNGramIndex().propose(self.tokens[request], len(tokens))
                 else:
                     assert tokens == []
         return sources
 
     def assert_all_free(self) -> None:
+        """But for what ended requests left, which nobody reads."""
+        self.runner.pool.evict()
+        assert not self.runner.pool.left_behind
         assert self.runner.pool.capacity() == self.total
         assert self.server.stats().num_sessions == 0
 
@@ -244,6 +249,32 @@ def test_an_ngram_backup_without_a_match_proposes_nothing():
     assert run.server.stats().backup_forwards == 0
 
 
+def test_a_prompt_that_goes_on_from_another_request_reads_only_what_is_new():
+    run = Harness()
+    run.open(1, [3, 1, 4, 1, 5])
+    run.outcome({1: (0, 7)})
+    run.run()
+    run.take([1])
+    run.outcome({1: (2, 9)})
+    run.run()
+    run.take([1])
+    conversation = list(run.tokens[1])
+    run.say(Close([1], [0], "finished"))
+    run.run()
+    before = run.runner.num_tokens_forwarded
+    run.open(2, [*conversation, 8, 6])
+    run.run(1)
+    # The last bonus token has its KV by then: the branches that followed it had it forwarded.
+    assert run.runner.num_tokens_forwarded - before <= 3
+    assert run.server.stats().prompt_tokens_cached >= len(conversation) - 1
+    run.outcome({2: (0, 7)})
+    run.run()
+    assert run.take([2]).keys() == {2}
+    run.say(Close([2], [0], "finished"))
+    run.run()
+    run.assert_all_free()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -264,13 +295,17 @@ def test_any_interleaving_proposes_the_drafts_own_continuation(seed, budget, tig
         if resizes:
             run.resize(Size(rng.randint(1, K), rng.randint(0, budget)))
         if len(run.tokens) < 4 and rng.random() < 0.4:
-            run.open(next_request, [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))])
+            # Some go on from what another was.
+            begun = rng.choice([[], *run.ended])
+            begun = begun[: rng.randint(0, len(begun))] if len(begun) < 100 else []
+            run.open(next_request, begun + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))])
             next_request += 1
             run.run(rng.randint(0, 4))
         if run.tokens and rng.random() < 0.1:
             leaver = rng.choice(list(run.tokens))
             run.say(Close([leaver], [0], "aborted"))
-            del run.tokens[leaver], run.proposals[leaver]
+            run.ended.append(run.tokens.pop(leaver))
+            del run.proposals[leaver]
         if not run.tokens:
             continue
         rows = rng.sample(list(run.tokens), rng.randint(1, len(run.tokens)))
@@ -350,16 +385,20 @@ def test_a_miss_of_one_row_does_not_delay_the_hits_of_others():
     assert run.take([1, 2, 3, 4]) == {4: "neural"}
 
 
-def test_context_limit_ends_proposals_not_the_request():
-    run = Harness(context_length=24)
+@pytest.mark.parametrize("fallback", ["neural", "ngram", "auto"])
+def test_context_limit_ends_proposals_not_the_request(fallback):
+    run = Harness(fallback=fallback, context_length=24)
     run.open(1, list(range(12)))
     run.run()
     sources = []
-    for _ in range(5):
-        run.outcome({1: (len(run.proposals[1]), 5)})
+    for bonus in range(30, 35):
+        run.outcome({1: (len(run.proposals[1]), bonus)})
         run.run()
+        answered = [row for message in run.channel.sent[PEER] for row in message.rows]
+        assert answered == [0], "each row is answered once"
         sources.append(run.take([1])[1])
-    assert sources[0] in ("hit", "neural") and sources[-2:] == ["none", "none"]
+    assert fallback != "neural" or sources[0] in ("hit", "neural")
+    assert sources[-2:] == ["none", "none"]
     run.say(Close([1], [0], "finished"))
     run.run()
     run.assert_all_free()
@@ -497,6 +536,7 @@ def test_unknown_peer_must_greet_and_pings_are_answered():
     assert isinstance(run.sent(b"stranger")[0], Refuse)
     (pong,) = run.sent()
     assert isinstance(pong, Pong) and pong.nonce == 6 and pong.stats.total_kv_slots == run.total.total_slots
+    assert pong.estimates.keys() == set(Snapshot._fields) and pong.estimates["acceptance"] > 0
 
 
 def test_answers_to_a_peer_that_left_are_counted():

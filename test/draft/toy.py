@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -45,6 +46,11 @@ def continuation(tokens: list[int], num_tokens: int) -> list[int]:
     return path[len(tokens) :]
 
 
+class ToyPrefix(NamedTuple):
+    slots: torch.Tensor
+    tokens: tuple[int, ...]
+
+
 class ToyPool:
     """Rows and slots that check their own use: a slot is given back once, and only by who took it."""
 
@@ -54,6 +60,9 @@ class ToyPool:
         self.free_slots = list(range(num_slots, 0, -1))
         self.table = torch.zeros(num_rows + 1, width, dtype=torch.int32)
         self.token_of_slot: dict[int, int] = {}
+        #: Slot of the last token of each prefix that ended requests left, and the prefixes that are read now.
+        self.left_behind: dict[tuple[int, ...], int] = {}
+        self.locked: list[tuple[int, ...]] = []
 
     def capacity(self) -> Capacity:
         return Capacity(len(self.free_slots), self.num_slots, len(self.free_rows), self.num_rows)
@@ -66,6 +75,8 @@ class ToyPool:
         self.free_rows.append(row)
 
     def take_slots(self, num_slots: int) -> torch.Tensor | None:
+        if num_slots > len(self.free_slots):
+            self.evict()
         if num_slots > len(self.free_slots):
             return None
         return torch.tensor([self.free_slots.pop() for _ in range(num_slots)], dtype=torch.int64)
@@ -85,6 +96,34 @@ class ToyPool:
 
     def copy_slots(self, source: int, target: int, start: int, end: int) -> None:
         self.table[target, start:end] = self.table[source, start:end]
+
+    def take_prefix(self, row: int, token_ids: list[int]) -> ToyPrefix:
+        slots = []
+        while len(slots) < len(token_ids) and (key := tuple(token_ids[: len(slots) + 1])) in self.left_behind:
+            slots.append(self.left_behind[key])
+        self.table[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+        prefix = ToyPrefix(torch.tensor(slots, dtype=torch.int64), tuple(token_ids[: len(slots)]))
+        self.locked.append(prefix.tokens)
+        return prefix
+
+    def keep_prefix(self, row: int, token_ids: list[int], prefix: ToyPrefix) -> None:
+        assert self.read(row, len(token_ids)) == list(token_ids), "the KV of other tokens is left behind"
+        self.locked.remove(prefix.tokens)
+        for position, slot in enumerate(self.table[row, : len(token_ids)].tolist()):
+            key = tuple(token_ids[: position + 1])
+            if key not in self.left_behind:
+                self.left_behind[key] = slot
+            elif position >= len(prefix.tokens):
+                self.give_slots(row, position, position + 1)
+
+    def evict(self) -> None:
+        """Free what nobody reads."""
+        for key in list(self.left_behind):
+            if not any(locked[: len(key)] == key for locked in self.locked):
+                slot = self.left_behind.pop(key)
+                assert slot not in self.free_slots, f"slot {slot} is left behind and given back"
+                self.token_of_slot.pop(slot, None)
+                self.free_slots.append(slot)
 
     def store(self, row: int, position: int, token: int) -> None:
         self.token_of_slot[int(self.table[row, position])] = token

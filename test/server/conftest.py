@@ -27,6 +27,7 @@ FLAGS = {
     "async": ["--enable-metrics"],
     "sync": ["--ssd-mode", "sync", "--reasoning-parser", "deepseek-r1"],
     "off": ["--ssd-mode", "off", "--reasoning-parser", "deepseek-r1"],
+    "parallel": ["--tp-size", "2"],
     # The scheduler takes in more requests than the pool can finish, and prompts in chunks.
     "paged": [
         *("--page-size", str(PAGE_SIZE)),
@@ -112,6 +113,11 @@ def sync_server(fleet) -> Server:
 def off_server(fleet) -> Server:
     """Plain decoding of the same target: the oracle."""
     return fleet.get("off")
+
+
+@pytest.fixture
+def parallel_server(fleet) -> Server:
+    return fleet.get("parallel")
 
 
 @pytest.fixture

@@ -932,7 +932,8 @@ class Pair(RuleBasedStateMachine):
             assert self.client.num_sessions() == 0 and self.client._tickets == {}
             stats = self.draft.stats()
             assert stats.num_sessions == stats.num_branch_rows == 0
-            assert self.runner.pool.capacity() == self.all_free
+            self.runner.pool.evict()
+            assert not self.runner.pool.left_behind and self.runner.pool.capacity() == self.all_free
         finally:
             self.patch.undo()
 

@@ -51,6 +51,8 @@ def values(hint, num_items: int | None = None) -> st.SearchStrategy:
         return st.one_of(*(values(option) for option in get_args(hint)))
     if hint is NoneType:
         return st.none()
+    if get_origin(hint) is dict:
+        return st.dictionaries(*(values(part) for part in get_args(hint)), max_size=4)
     if get_origin(hint) is list:
         sizes = dict(max_size=4) if num_items is None else dict(min_size=num_items, max_size=num_items)
         return st.lists(values(*get_args(hint)), **sizes)
@@ -161,7 +163,10 @@ def wrong_fields():
 @given(data=st.data())
 def test_a_field_of_the_wrong_type_is_malformed(decode, struct, name, hint, data):
     wrong = {int: ["1", 1.0, True, None, [1]], str: [1, b"a", None, ["a"]], float: ["1", None, [1.0]]}.get(
-        hint, [7, None, {}, "never", [None], [[["x"]]]]
+        hint,
+        [7, None, "never", [None], {"x": "y"}]
+        if get_origin(hint) is dict
+        else [7, None, {}, "never", [None], [[["x"]]]],
     )
     fields = msgspec.to_builtins(data.draw(messages(struct)))
     fields[1 + list(get_type_hints(struct)).index(name)] = data.draw(st.sampled_from(wrong))

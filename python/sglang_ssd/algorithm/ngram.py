@@ -75,24 +75,19 @@ class NGramIndex:
         return []
 
 
-class History:
-    """The tokens of one request, indexed only once a proposal is asked for: most requests never need one."""
+class LazyNGramIndex:
+    """The index of a request whose tokens somebody else keeps, built only once a proposal is asked for: most requests never
+    need one."""
 
-    def __init__(
-        self, token_ids: Sequence[int], max_order: int = 4, min_order: int = 2, max_tokens: int = 32_768
-    ):
+    def __init__(self, max_order: int = 4, min_order: int = 2, max_tokens: int = 32_768):
         """As ``NGramIndex`` takes them."""
-        self._new = list(token_ids)
         self._make_index = partial(NGramIndex, max_order, min_order, max_tokens)
         self._index: NGramIndex | None = None
+        self._num_indexed = 0
 
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Append what was committed."""
-        self._new.extend(token_ids)
-
-    def propose(self, num_tokens: int) -> list[int]:
-        """As ``NGramIndex.propose``."""
+    def propose(self, tokens: Sequence[int], num_tokens: int) -> list[int]:
+        """As ``NGramIndex.propose``. ``tokens``: all of the request, which may only have grown since the last call."""
         self._index = self._index or self._make_index()
-        self._index.extend(self._new)
-        self._new.clear()
+        self._index.extend(tokens[self._num_indexed :])
+        self._num_indexed = len(tokens)
         return self._index.propose(num_tokens)

@@ -12,11 +12,14 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from sglang_ssd.bridge.memory import bytes_per_kv_token
+
+if TYPE_CHECKING:
+    from sglang_ssd.bridge.prefix_cache import Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +75,16 @@ class DraftModelRunner:
         self._num_rows = self._tables.shape[0] - 1
         self._free_rows = list(range(self._num_rows, 0, -1))
         self._total_slots = self._allocator.available_size()
+        from sglang_ssd.bridge.prefix_cache import PrefixCache
+
+        self._prefixes = PrefixCache(self.runner.req_to_token_pool, self._allocator)
 
     # -- rows and slots ------------------------------------------------------------------------------------------
 
     def capacity(self) -> Capacity:
-        return Capacity(
-            self._allocator.available_size(), self._total_slots, len(self._free_rows), self._num_rows
-        )
+        """Slots of prefixes that nobody reads count as free."""
+        free_slots = self._allocator.available_size() + self._prefixes.num_evictable()
+        return Capacity(free_slots, self._total_slots, len(self._free_rows), self._num_rows)
 
     def take_row(self) -> int | None:
         """A free row, None when all are taken."""
@@ -89,7 +95,23 @@ class DraftModelRunner:
 
     def take_slots(self, num_slots: int) -> torch.Tensor | None:
         """int64 [num_slots], None when the pool has fewer."""
+        missing = num_slots - self._allocator.available_size()
+        if missing > 0:
+            self._prefixes.evict(missing)
         return self._allocator.alloc(num_slots)
+
+    def take_prefix(self, row: int, token_ids: list[int]) -> Prefix:
+        """Let a row begin with the longest prefix of these tokens whose KV an ended request left. The slots stay the
+        cache's; ``keep_prefix`` ends the loan."""
+        prefix = self._prefixes.lock(token_ids)
+        self.write_slots(row, 0, prefix.slots)
+        return prefix
+
+    def keep_prefix(self, row: int, token_ids: list[int], prefix: Prefix) -> None:
+        """A row that began with ``prefix`` ends: leave the KV of its tokens to later ones."""
+        num_held = self._prefixes.insert(token_ids, self._tables[row, : len(token_ids)].long())
+        self.give_slots(row, prefix.slots.numel(), num_held)
+        self._prefixes.unlock(prefix)
 
     def give_slots(self, row: int, start: int, end: int) -> None:
         """Free the slots of tokens ``start`` to ``end`` (exclusive) of a row."""

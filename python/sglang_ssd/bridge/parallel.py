@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TypeVar
 
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.runtime_context import get_parallel
 
 T = TypeVar("T")
+
+
+def speak_gloo_only() -> None:
+    """Let ranks on a CPU start where torch was built with CUDA: SGLang then gives every group an NCCL communicator, which
+    needs a GPU. Collectives of CPU tensors go through gloo in any case (seam: ``GroupCoordinator.__init__``)."""
+    init = GroupCoordinator.__init__
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @functools.wraps(init)
+    def init_without_nccl(self, *args, **kwargs) -> None:
+        init(self, *args, **(kwargs | {"use_pynccl": False}))
+
+    GroupCoordinator.__init__ = init_without_nccl
 
 
 def is_first_rank() -> bool:

@@ -57,6 +57,16 @@ SEAMS = (
         "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan",
         ("self", "req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual"),
     ),
+    Seam(
+        "sglang.srt.distributed.parallel_state:GroupCoordinator.__init__",
+        ("self", "group_ranks", "local_rank", "torch_distributed_backend", "use_pynccl"),
+    ),
+    Seam("sglang.srt.mem_cache.radix_cache:RadixCache.match_prefix", ("self", "params")),
+    Seam("sglang.srt.mem_cache.radix_cache:RadixCache.path_device_indices", ("self", "node")),
+    Seam("sglang.srt.mem_cache.radix_cache:RadixCache.insert", ("self", "params")),
+    Seam("sglang.srt.mem_cache.radix_cache:RadixCache.evict", ("self", "params")),
+    Seam("sglang.srt.mem_cache.radix_cache:RadixCache.inc_lock_ref", ("self", "node")),
+    Seam("sglang.srt.mem_cache.radix_cache:RadixCache.dec_lock_ref", ("self", "node")),
     Seam("sglang.srt.model_executor.model_runner:ModelRunner.forward", ("self", "forward_batch")),
     Seam(
         "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.__init__",

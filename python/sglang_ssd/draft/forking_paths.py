@@ -28,6 +28,14 @@ class SlotPool(Protocol):
     def together(self) -> AbstractContextManager[None]: ...
     def write_slots(self, row: int, start: int, slots: torch.Tensor) -> None: ...
     def copy_slots(self, source: int, target: int, start: int, end: int) -> None: ...
+    def take_prefix(self, row: int, token_ids: list[int]) -> SharedPrefix: ...
+    def keep_prefix(self, row: int, token_ids: list[int], prefix: SharedPrefix) -> None: ...
+
+
+class SharedPrefix(Protocol):
+    """KV that an ended request left: ``slots`` int64 [tokens]. They belong to the pool's cache."""
+
+    slots: torch.Tensor
 
 
 class SparseLaw(NamedTuple):
@@ -52,11 +60,12 @@ class Path:
 
     row:         its line of the slot table.
     length:      tokens that are certain on this path (committed ones, and the guessed outcome of a branch).
-    num_shared:  leading tokens whose slots belong to the main row (0 for the main path itself).
+    num_shared:  leading tokens whose slots belong to the main row, and for the main path itself to ``prefix``.
     num_cached:  leading tokens whose KV is computed.
     pending:     the tokens from ``num_cached`` on that the next forward takes.
     drafted:     tokens drafted after ``length``, and ``q`` the laws they were drawn from.
     ranks:       ranks[j]: the draft's candidates, best first, for the token after ``length + j``.
+    prefix:      what the main path began with.
     """
 
     row: int
@@ -67,6 +76,7 @@ class Path:
     drafted: list[int] = field(default_factory=list)
     q: list[SparseLaw | None] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)
+    prefix: SharedPrefix | None = None
 
     @property
     def num_guesses(self) -> int:
@@ -106,11 +116,23 @@ class ForkingPaths:
         self._pool = pool
 
     def open(self, token_ids: Sequence[int]) -> Path | None:
-        """A main path with its whole prompt pending."""
+        """A main path with its prompt pending, but for what an ended request left; the last token is forwarded in any case,
+        since a guess follows from it."""
         row = self._pool.take_row()
         if row is None:
             return None
-        return Path(row, len(token_ids), num_shared=0, num_cached=0, pending=list(token_ids))
+        prefix = self._pool.take_prefix(row, list(token_ids[:-1]))
+        num_cached = prefix.slots.numel()
+        pending = list(token_ids[num_cached:])
+        return Path(row, len(token_ids), num_cached, num_cached, pending, prefix=prefix)
+
+    def close(self, main: Path, token_ids: Sequence[int]) -> None:
+        """The request ended: leave the KV of its tokens to later ones, and free the rest. ``token_ids``: its certain
+        tokens."""
+        kept = min(main.num_cached, main.length)
+        self._pool.give_slots(main.row, kept, main.num_cached)
+        self._pool.keep_prefix(main.row, list(token_ids[:kept]), main.prefix)
+        self._pool.give_row(main.row)
 
     def fork(self, main: Path, num_accepted: int, bonus_token: int) -> Path | None:
         """A branch for the outcome (num_accepted, bonus_token) of the main path's proposal."""
@@ -159,7 +181,7 @@ class ForkingPaths:
         main.forget_drafts()
 
     def release(self, *paths: Path) -> None:
-        """Free the rows and the slots that these paths own."""
+        """Free the rows and the slots that these branches own."""
         with self._pool.together():
             for path in paths:
                 self._pool.give_slots(path.row, path.num_shared, path.num_cached)

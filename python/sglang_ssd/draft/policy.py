@@ -66,6 +66,7 @@ class DraftPolicy:
         )
         #: K and B of the proposals to come.
         self.size = limit
+        self._verify_width = limit.lookahead + 1
         self._sizes = sizes_between(smallest or limit, limit)
         self._num_rounds = 0
         # The rule of ``narrowing`` takes for granted that the next proposal is prepared beside the verify. A draft that is
@@ -108,7 +109,7 @@ class DraftPolicy:
                 self._free_round_ms.observe(round_ms)
         self._last_round_s = now_s
         if verify_ms:
-            self.estimator.observe_verify(verify_ms, num_rows)
+            self.estimator.observe_verify(verify_ms, num_rows * self._verify_width)
         self._num_rounds += 1
         if len(self._sizes) > 1 and self._num_rounds % _RESIZE_ROUNDS == 0:
             self.size = self._best_size(num_rows)

@@ -230,7 +230,7 @@ class DraftServer:
         peer = self._peers.get(peer_id)
         if isinstance(message, Ping):
             # A verifier that this process does not know must greet first: it may know our predecessor.
-            self._send(peer_id, Pong(message.nonce, self.stats()) if peer else Refuse("say Hello first"))
+            self._send(peer_id, self._pong(message, peer) if peer else Refuse("say Hello first"))
         elif peer is None:
             self._send(peer_id, Refuse("say Hello first"))
         elif isinstance(message, Open):
@@ -242,6 +242,9 @@ class DraftServer:
             self._close(peer, message)
         if peer is not None:
             peer.last_heard_s = time.monotonic()
+
+    def _pong(self, ping: Ping, peer: Peer) -> Pong:
+        return Pong(ping.nonce, self.stats(), peer.policy.estimator.snapshot()._asdict())
 
     def _greet(self, peer_id: bytes, hello: Hello) -> None:
         welcome = Welcome(
@@ -285,6 +288,7 @@ class DraftServer:
             self._counts.opens_denied += 1
             peer.denied.add(key)
             return
+        self._counts.prompt_tokens_cached += main.num_cached
         law = DraftLaw(message.temperature, message.seed, hello.sampling)
         peer.sessions[message.request] = Session(
             key,
@@ -352,12 +356,12 @@ class DraftServer:
                 # The verifier is ahead of a long prompt: it does not wait for it.
                 session.answered()
                 unanswerable.append((row, "none"))
-            elif not hit and not session.needs_prefill:
-                missed.append(session)
             if not self._has_context(session.main.length, peer.hello.lookahead):
                 if session.due is not None:
                     unanswerable.append((row, "none"))
                 self._deny(peer, session)
+            elif session.due is not None and not hit and not session.needs_prefill:
+                missed.append(session)
         unanswerable += self._back_up(peer, missed, len(message.requests))
         if unanswerable:
             rows, sources = zip(*unanswerable, strict=True)
@@ -366,7 +370,6 @@ class DraftServer:
     def _back_up(self, peer: Peer, missed: list[Session], batch_size: int) -> list[tuple[int, Source]]:
         """Answer these misses from the requests' own tokens where that is the better backup; otherwise the model drafts
         for them next. Returns the rows that get nothing."""
-        missed = [session for session in missed if session.due is not None]
         policy, nothing = peer.policy, []
         by_ngram = policy.choose_fallback(batch_size) is Fallback.NGRAM
         for session in missed if by_ngram or policy.compares_fallbacks else []:
@@ -613,6 +616,7 @@ class _Counts(msgspec.Struct):
     early_outcomes: int = 0
     short_answers: int = 0
     ngram_answers: int = 0
+    prompt_tokens_cached: int = 0
     forwards: int = 0
     fork_forwards: int = 0
     backup_forwards: int = 0

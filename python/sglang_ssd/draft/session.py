@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sglang_ssd.algorithm.fan_out import Allocator, FanOutQuery
 from sglang_ssd.algorithm.lookahead import Size
-from sglang_ssd.algorithm.ngram import History
+from sglang_ssd.algorithm.ngram import LazyNGramIndex
 from sglang_ssd.algorithm.outcome import Outcome
 from sglang_ssd.draft.forking_paths import ForkingPaths, Guess, Path
 from sglang_ssd.draft.runner import DraftLaw
@@ -50,7 +50,8 @@ class Session:
         self.due: Due | None = None
         self._paths = paths
         self.source: Source = "none"
-        self._history = History(token_ids)
+        self._tokens = list(token_ids)
+        self._ngrams = LazyNGramIndex()
         #: What the n-gram backup would have proposed in place of the proposal under verification.
         self.ngram_instead: list[int] = []
         self._allocate = allocate
@@ -145,7 +146,7 @@ class Session:
         """The verifier's outcome arrived. True when a branch stood for it; ``due.source`` is set accordingly. ``size``: of
         the next proposal and its branches."""
         self.lookahead, self.budget = size
-        self._history.extend(self.committed(outcome))
+        self._tokens += self.committed(outcome)
         self.ngram_instead = []
         if not self._is_prefilled:
             self.main.pending.append(outcome.bonus_token)
@@ -167,7 +168,7 @@ class Session:
 
     def ngram_proposal(self) -> list[int]:
         """K tokens after the longest earlier occurrence of the latest ones, [] where there is none."""
-        return self._history.propose(self.lookahead)
+        return self._ngrams.propose(self._tokens, self.lookahead)
 
     def answer_by_ngram(self, token_ids: list[int]) -> None:
         """Let these tokens be the answer that is owed."""
@@ -205,4 +206,4 @@ class Session:
 
     def close(self) -> None:
         self.drop_branches()
-        self._paths.release(self.main)
+        self._paths.close(self.main, self._tokens)

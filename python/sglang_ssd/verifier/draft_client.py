@@ -19,6 +19,7 @@ from sglang_ssd.wire.messages import (
     Close,
     CloseReason,
     DraftStats,
+    Estimate,
     Hello,
     MalformedMessage,
     Open,
@@ -75,6 +76,8 @@ class DraftClient:
         self.state: DraftState = "alive"
         self.welcome: Welcome | None = None
         self.draft_stats = DraftStats()
+        #: What the draft learnt of our rounds.
+        self.estimates: dict[str, Estimate] = {}
         self.counts = ClientCounts()
         self._hello = hello
         #: Why the draft does not know us; None while its Welcome stands.
@@ -265,7 +268,7 @@ class DraftClient:
         if isinstance(message, Proposal):
             self._take_proposal(message)
         elif isinstance(message, Pong):
-            self.draft_stats = message.stats
+            self.draft_stats, self.estimates = message.stats, message.estimates
         elif isinstance(message, Ping):
             self._send(Pong(message.nonce, DraftStats()))
         elif isinstance(message, Welcome):

@@ -124,5 +124,6 @@ class SSDScheduler(SchedulerBase):
                 "open_sessions": self.client.num_sessions(),
                 "client": self.client.counts._asdict(),
                 "draft": msgspec.structs.asdict(draft),
+                "estimates": self.client.estimates,
             }
         return state

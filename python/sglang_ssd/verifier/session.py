@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sglang_ssd.algorithm.ngram import History
+from sglang_ssd.algorithm.ngram import LazyNGramIndex
 from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.wire.messages import RowKey, Source
 
@@ -51,13 +51,9 @@ class VerifierSession:
     ticket: int | None = None
     proposed: ProposedRow | None = None
     new_records: list[RoundRecord] = field(default_factory=list)
-    _history: History | None = None
-    _num_indexed: int = 0
+    _ngrams: LazyNGramIndex = field(default_factory=LazyNGramIndex)
 
     def propose_ngram(self, num_tokens: int) -> ProposedRow:
         """What followed the latest tokens when they last occurred in this request: for a request without a draft."""
-        self._history = self._history or History([])
-        self._history.extend(self.tokens[self._num_indexed :])
-        self._num_indexed = len(self.tokens)
-        token_ids = self._history.propose(num_tokens)
+        token_ids = self._ngrams.propose(self.tokens, num_tokens)
         return ProposedRow("ngram", token_ids) if token_ids else NOTHING_PROPOSED

@@ -23,6 +23,8 @@ CloseReason = Literal["finished", "aborted", "retracted"]
 #: How sampled requests are verified. ``shared-noise``: both sides add the same noise to their logits, and a guess is
 #: accepted when it equals the target's own draw. ``residual``: the paper's rule, which needs the law q of every guess.
 Sampling = Literal["shared-noise", "residual"]
+#: A measured value, a list by position, or a mapping by size or source.
+Estimate = None | float | list[float] | dict[str | int, float]
 #: How guesses are spread over the positions of a proposal.
 FanOutName = Literal["uniform", "geometric", "measured"]
 #: Who answers a miss. ``neural``: the draft model, while the row waits. ``ngram``: a suffix match in the request's own
@@ -147,10 +149,12 @@ class Ping(_Message):
 
 
 class Pong(_Message):
-    """Answer to a ``Ping``, with the draft's counters."""
+    """Answer to a ``Ping``, with the draft's counters and what it estimates of this verifier's rounds (the fields of
+    ``algorithm.acceptance.Snapshot``)."""
 
     nonce: int
     stats: DraftStats
+    estimates: dict[str, Estimate] = {}
 
 
 class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -185,6 +189,7 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     acceptance: float = 0.0
     power_law_r: float = 0.0
     ngram_answers: int = 0
+    prompt_tokens_cached: int = 0
     fallback_threshold: float | None = None
     lookahead: int = 0
     fan_out_budget: int = 0
