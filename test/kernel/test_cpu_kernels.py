@@ -7,27 +7,17 @@ import sys
 
 import pytest
 import torch
+from cpu_builds import build  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ssd_kernel import fork_attention, is_compiled, make_plan, rms_norm, rotary_neox, silu_and_mul
 from sglang_ssd_kernel.cpu import fork_attention as fork_attention_module
-from sglang_ssd_kernel.cpu.library import ISA_VARIABLE, usable_isas
+from sglang_ssd_kernel.cpu.library import ISA_VARIABLE
 
-BUILDS = [*usable_isas(), "none"]
 DTYPES = [torch.float32, torch.bfloat16]
 ATTENTION_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest element
 NUM_SLOTS = 700
-
-
-@pytest.fixture(params=BUILDS, autouse=True, scope="module")
-def build(request):
-    """Runs the module's tests once for each build of the kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ISA_VARIABLE, request.param)
-        is_compiled.cache_clear()
-        yield request.param
-    is_compiled.cache_clear()
 
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -392,7 +382,7 @@ def rotate(**changes):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_chosen_build(build):
+def test_chosen_build(build):  # noqa: F811
     assert is_compiled() == (None if build == "none" else build)
 
 

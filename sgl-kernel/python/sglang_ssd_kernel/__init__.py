@@ -6,6 +6,9 @@ come from their modules when first asked for.
 
 _MODULES = {
     "fork_attention": "dispatch",
+    "sample_shared_noise": "dispatch",
+    "sample_saguaro": "dispatch",
+    "draw_and_agree": "dispatch",
     "ForkPlan": "cpu.fork_attention",
     "make_plan": "cpu.fork_attention",
     "rms_norm": "cpu.rms_norm",
@@ -14,9 +17,6 @@ _MODULES = {
     "is_compiled": "cpu.library",
     "DevicePlan": "triton.fork_attention",
     "PlanLimits": "triton.fork_attention",
-    "sample_shared_noise": "triton.draft_sampler",
-    "sample_saguaro": "triton.draft_sampler",
-    "draw_and_agree": "triton.target_draw",
     "verify_residual": "triton.target_draw",
 }
 __all__ = list(_MODULES)
