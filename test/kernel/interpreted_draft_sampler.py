@@ -15,8 +15,6 @@ from sglang_ssd.algorithm.shared_noise import Stream, perturbed_top, seeded_unif
 from sglang_ssd_kernel.triton import draft_sampler
 from sglang_ssd_kernel.triton.draft_sampler import Drafted, reference, sample_saguaro, sample_shared_noise
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
@@ -54,16 +52,25 @@ def assert_same(actual: Drafted, expected: Drafted):
         torch.testing.assert_close(actual.q, expected.q, rtol=2e-7, atol=1e-30)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("vocab_size", "top_m", "num_ranked"),
-    [(1, 64, 1), (5, 3, 3), (64, 64, 8), (300, 1, 1), (1000, 64, 8), (5000, 37, 5), (8191, 128, 128)],
+    ("vocab_size", "top_m", "num_ranked", "dtype"),
+    [
+        (1, 64, 1, torch.float32),
+        (5, 3, 3, torch.bfloat16),
+        (64, 64, 8, torch.float16),
+        (300, 1, 1, torch.bfloat16),
+        (1000, 64, 8, torch.float32),
+        (5000, 37, 5, torch.bfloat16),
+        (5000, 37, 5, torch.float16),
+        (8191, 128, 128, torch.float32),
+        (8191, 128, 128, torch.bfloat16),
+    ],
 )
 def test_both_laws(vocab_size, top_m, num_ranked, dtype):
     """bfloat16 and float16 have ties everywhere: at the cut to the top M and in every rank."""
-    given_rows, sizes = arguments(4, vocab_size, dtype), {"num_ranked": num_ranked, "top_m": top_m}
+    given_rows, sizes = arguments(3, vocab_size, dtype), {"num_ranked": num_ranked, "top_m": top_m}
     assert_same(sample_shared_noise(**given_rows, **sizes), reference(**given_rows, **sizes))
-    given_rows |= saguaro_arguments(4)
+    given_rows |= saguaro_arguments(3)
     assert_same(sample_saguaro(**given_rows, **sizes), reference(**given_rows, **sizes))
 
 
@@ -76,7 +83,7 @@ def test_a_real_vocabulary():
 ODD = [0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-40]
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.lists(st.sampled_from(ODD), min_size=1, max_size=150), st.data())
 def test_odd_logits(values, data):
     """Ties, NaN and infinities, of which a row may have nothing else."""
@@ -96,7 +103,7 @@ def test_odd_logits(values, data):
 @pytest.mark.parametrize("top_m", [8, 64])
 def test_shared_noise_is_that_of_the_algorithm(top_m):
     """Without ties, which the algorithm's cut to the top M breaks as torch pleases."""
-    given_rows = arguments(8, 2000)
+    given_rows = arguments(4, 2000)
     actual = sample_shared_noise(**given_rows, num_ranked=8, top_m=top_m)
     expected = perturbed_top(**given_rows, num_ranked=8, top_m=top_m)
     assert torch.equal(actual.ranked_ids, expected.token_ids)
@@ -106,9 +113,9 @@ def test_shared_noise_is_that_of_the_algorithm(top_m):
 
 @pytest.mark.parametrize("c", [0.0, 0.1, 1.0])
 def test_saguaro_is_that_of_the_algorithm(c):
-    rows, num_rows = arguments(8, 2000), 8
+    rows, num_rows = arguments(5, 2000), 5
     rows["is_greedy"][:] = False
-    fan_out = torch.tensor([0, 1, 2, 3, 8, 15, 16, 99])
+    fan_out = torch.tensor([0, 1, 3, 15, 99])
     actual = sample_saguaro(
         **rows, fan_out=fan_out, c=torch.full((num_rows,), c, dtype=torch.float64), num_ranked=3, top_m=16
     )
@@ -135,9 +142,9 @@ def test_tokens_have_the_law_that_is_shipped():
 
 
 def test_rows_do_not_depend_on_their_batch():
-    rows = arguments(5, 700)
+    rows = arguments(3, 700)
     together = sample_shared_noise(**rows, num_ranked=4, top_m=16)
-    for i in range(5):
+    for i in range(3):
         alone = sample_shared_noise(
             **{name: column[i : i + 1] for name, column in rows.items()}, num_ranked=4, top_m=16
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def draws_of_the_algorithm(rows):
     ("width", "vocab_size", "spread"), [(1, 1, 1.0), (3, 50, 3.0), (2, 9000, 0.0), (4, 4097, 1.0)]
 )
 def test_draws_are_those_of_the_algorithm(width, vocab_size, spread, dtype):
-    rows = draw_arguments(4, width, vocab_size, dtype, spread=spread)
+    rows = draw_arguments(3, width, vocab_size, dtype, spread=spread)
     actual = draw_and_agree(**rows)
     assert torch.equal(actual.token_ids, draws_of_the_algorithm(rows))
     assert_same(actual, reference_draw_and_agree(**rows))
@@ -79,7 +80,7 @@ def test_logits_and_temperatures():
                 reference_draw_and_agree(**rows, temperatures=temperatures))  # fmt: skip
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.lists(st.sampled_from(ODD), min_size=1, max_size=70))
 def test_odd_scores(values):
     rows = draw_arguments(2, 2, len(values))
@@ -99,7 +100,7 @@ def test_ties_go_to_the_lowest_id():
     assert draw_and_agree(**rows).token_ids.tolist() == [[0]]
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4))
 def test_agreement(seed, batch_size, width):
     """Proposals that agree for a while, and lengths that end before."""
@@ -146,10 +147,10 @@ def assert_residual_is_that_of_the_algorithm(rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("lookahead", "vocab_size", "num_q"), [(1, 2, 1), (3, 60, 4), (3, 9000, 9), (7, 4097, 64)]
+    ("lookahead", "vocab_size", "num_q"), [(1, 2, 1), (3, 60, 4), (3, 9000, 9), (7, 4097, 40)]
 )
 def test_residual(lookahead, vocab_size, num_q, dtype):
-    rows = residual_arguments(6, lookahead, vocab_size, num_q, dtype=dtype)
+    rows = residual_arguments(4, lookahead, vocab_size, num_q, dtype=dtype)
     assert_residual_is_that_of_the_algorithm(rows)
 
 
@@ -176,30 +177,27 @@ def test_no_residual_is_left_where_p_is_q():
     assert assert_residual_is_that_of_the_algorithm(rows).bonus_tokens.tolist() == [0, 0, 0, 0]
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 2**32), st.data())
-def test_malformed_laws(seed, data):
-    """Every way in which what a draft ships can be wrong, at a random place."""
-    rows = residual_arguments(3, 3, 12, seed=seed)
-    place = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
-    name, value = data.draw(
-        st.sampled_from(
-            [
-                ("proposed", -1),
-                ("proposed", 12),
-                ("q_ids", -1),
-                ("q_ids", 12),
-                ("q_ids", 2**40),
-                ("q_probs", -0.1),
-            ]
-            + [("q_probs", value) for value in (math.nan, math.inf, 1.5, 0.0, 5e-4)]
-            + [("p", value) for value in (math.nan, math.inf, -1.0)]
-        )
-    )
-    rows[name][place] = value
-    if data.draw(st.booleans()):
-        rows["q_ids"][place][0] = rows["q_ids"][place][1]
-    assert_residual_is_that_of_the_algorithm(rows)
+#: Every way in which one value of a draft or of the target can be wrong.
+MALFORMED = [
+    *(("proposed", value) for value in (-1, 12)),
+    *(("q_ids", value) for value in (-1, 12, 2**40)),
+    *(("q_probs", value) for value in (-0.1, math.nan, math.inf, 1.5, 0.0, 5e-4)),
+    *(("p", value) for value in (math.nan, math.inf, -1.0)),
+]
+
+
+@settings(max_examples=2)
+@given(st.integers(0, 2**32))
+def test_malformed_laws(seed):
+    """Each at a random position, of a whole proposal, alone and together with a token that q has twice."""
+    rows = residual_arguments(2 * len(MALFORMED), 3, 12, seed=seed)
+    rows["lengths"][:], random = 3, Random(seed)
+    for request, (name, value) in enumerate(MALFORMED * 2):
+        place = request, random.randrange(3)
+        rows[name][place] = value
+        if request >= len(MALFORMED):
+            rows["q_ids"][place][0] = rows["q_ids"][place][1]
+    assert assert_residual_is_that_of_the_algorithm(rows).num_malformed.any()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter: ``interpreted_*.py``, each in a process that starts with the interpreter on.
+"""The Triton kernels in Triton's interpreter: ``interpreted_*.py``, in one process that starts with the interpreter on.
 
 Triton reads the switch when kernels are defined, and this process may have imported it already.
 """
@@ -17,6 +17,7 @@ from sglang_ssd_kernel import (
     DevicePlan,
     PlanLimits,
     draw_and_agree,
+    fork_attention,
     sample_saguaro,
     sample_shared_noise,
     verify_residual,
@@ -26,15 +27,14 @@ from sglang_ssd_kernel.triton.fork_attention import fork_attention as triton_for
 FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_in_interpreter(path):
+@pytest.mark.timeout(0)  # each of its tests has its own
+def test_in_interpreter():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES],
         check=False,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -69,6 +69,8 @@ def test_samplers_of_cpu_tensors_are_the_references():
 def test_fork_attention_on_a_cpu_wants_a_fork_plan():
     limits = PlanLimits(rows=1, groups=1, depth=0, prefix_slots=1, prefix_len=1, group_rows=1)
     q, pool = torch.zeros(1, 2, 16), torch.zeros(4, 1, 16)
+    with pytest.raises(ValueError, match=r"ForkPlan: DevicePlan.*\(1, 2, 16\)"):
+        fork_attention(q, pool, pool, DevicePlan(limits, "cpu"), 1.0)
     with pytest.raises(ValueError, match=r"No kernel for cpu.*\(1, 2, 16\)"):
         triton_fork_attention(q, pool, pool, DevicePlan(limits, "cpu"), 1.0)
 

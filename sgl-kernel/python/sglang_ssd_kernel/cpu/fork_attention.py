@@ -88,7 +88,11 @@ def fork_attention(
     q:      [rows, Hq, D], any strides but contiguous in D.
     k_pool: [slots, Hkv, D], v_pool: [slots, Hkv, Dv], the same dtype as q, likewise strided. Hkv divides Hq.
     out:    [rows, Hq, Dv], contiguous, is written and returned; made here if None.
+
+    Raises ValueError, with the shapes, when tensors and plan do not fit each other.
     """
+    if not isinstance(plan, ForkPlan):
+        raise ValueError(f"Tensors on a CPU need a ForkPlan: {type(plan).__name__}, q {tuple(q.shape)}")
     out_shape = (q.shape[0], q.shape[1], v_pool.shape[-1]) if q.dim() == 3 else ()
     if out is None:
         out = q.new_empty(out_shape)

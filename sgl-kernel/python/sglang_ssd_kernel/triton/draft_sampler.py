@@ -131,10 +131,7 @@ def reference(
         return Drafted(*(tensor.contiguous() for tensor in results), None)
     q = _reference_q(scores, fan_out, c)
     q = torch.where(is_greedy[:, None], torch.eye(q.shape[1])[0], q)
-    uniforms = _reference_uniforms(seeds, positions)
-    running = q.double().cumsum(-1)
-    drawn = torch.searchsorted(running, (uniforms * running[:, -1])[:, None], right=True)
-    token_ids = top_ids.gather(1, drawn)[:, 0]
+    token_ids = top_ids.gather(1, reference_draw(q, seeds, positions))[:, 0]
     results = token_ids, top_ids[:, :num_ranked], scores[:, :num_ranked], top_ids, top_logits, q
     return Drafted(*(tensor.contiguous() for tensor in results))
 
@@ -148,9 +145,12 @@ def _reference_q(scores: torch.Tensor, fan_out: torch.Tensor, c: torch.Tensor) -
     return (weights / weights.sum(-1, keepdim=True)).float()
 
 
-def _reference_uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    token_ids = torch.tensor([-1 - _DRAFT_STREAM.value])
-    return murmur_hash32_cpu(seeds, positions, token_ids)[:, 0].double() / (1 << 32)
+def reference_draw(q: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What is drawn from the float32 ``q`` [rows, M] that is emitted: its place in it, int64 [rows, 1]. On the CPU."""
+    stream_id = torch.tensor([-1 - _DRAFT_STREAM.value])
+    uniforms = murmur_hash32_cpu(seeds, positions, stream_id).double() / (1 << 32)
+    running = q.double().cumsum(-1)
+    return torch.searchsorted(running, uniforms * running[:, -1:], right=True)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ its keys are divided between prefix and tail, because
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, namedtuple
 from typing import NamedTuple
 
 import torch
@@ -58,19 +58,9 @@ class PlanLimits(NamedTuple):
     split_keys: int = 512
 
 
-class PlanTensors(NamedTuple):
-    """The tensors of a ``DevicePlan``: int32, fields as in ``ForkPlan``, and ``shared_lens`` [groups], the leading keys
-    of a group that the first kernel takes in for all its rows."""
-
-    prefix_slots: torch.Tensor
-    prefix_starts: torch.Tensor
-    row_groups: torch.Tensor
-    prefix_lens: torch.Tensor
-    tail_slots: torch.Tensor
-    tail_lens: torch.Tensor
-    row_order: torch.Tensor
-    group_starts: torch.Tensor
-    shared_lens: torch.Tensor
+#: The tensors of a ``DevicePlan``, int32: those of ``ForkPlan``, and ``shared_lens`` [groups], the leading keys of a group
+#: that the first kernel takes in for all its rows.
+PlanTensors = namedtuple("PlanTensors", (*ForkPlan._fields[:-1], "shared_lens"))
 
 
 class DevicePlan:
@@ -147,7 +137,9 @@ def fork_attention(
     Raises ValueError, with the shapes, when tensors and plan do not fit each other.
     """
     if not isinstance(plan, DevicePlan):
-        raise ValueError(f"Tensors on {q.device} need a DevicePlan: {type(plan).__name__}")
+        raise ValueError(
+            f"Kernels need a DevicePlan: {type(plan).__name__}, q {tuple(q.shape)} on {q.device}"
+        )
     out_shape = (q.shape[0], q.shape[1], v_pool.shape[-1]) if q.dim() == 3 else ()
     if out is None:
         out = q.new_empty(out_shape)
