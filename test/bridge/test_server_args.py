@@ -70,3 +70,10 @@ def test_the_command_line_takes_auto():
     assert ssd_options(args).adapts_lookahead and ssd_options(args).adapts_budget
     with pytest.raises(SystemExit):
         parse_server_args([*models, "--speculative-num-steps", "many"])
+
+
+def test_bit_equality_is_checked_by_default_and_can_be_demanded_on_a_cpu_only():
+    assert ssd_options(parsed()).bit_equal == "auto"
+    assert ssd_options(parsed(ssd_bit_equal="on")).bit_equal == "on"
+    with pytest.raises(ValueError, match="^--ssd-bit-equal on: .* --device cuda"):
+        parsed(ssd_bit_equal="on", device="cuda")

@@ -116,7 +116,7 @@ def drafted_trees(draw):
     return lambda: Tree(parent_lists, selections, seq_lens, topk, depth, mode)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(drafted_trees(), st.data())
 def test_twins_of_tree_functions(make_tree, data):
     expected, got = make_tree(), make_tree()

@@ -77,6 +77,9 @@ def failed_starts(pair, tmp_path_factory) -> dict[str, Ended]:
     target = ["sglang_ssd.launch_server", "--device", "cpu", "--model-path", str(pair.target)]
     commands = {
         "broken draft": launch_command(pair, "--speculative-draft-model-path", str(broken)),
+        "not bit-equal": launch_command(
+            pair, "--ssd-mode", "off", "--dtype", "float32", "--no-ssd-pack-weights", "--ssd-bit-equal", "on"
+        ),
         "no draft answers": [*target, "--ssd-draft-endpoint", f"ipc://{folder}/nobody", "--ssd-start-timeout-s", "3"],
     }  # fmt: skip
     with ThreadPoolExecutor() as threads:
@@ -98,4 +101,12 @@ def test_a_draft_endpoint_where_nobody_answers_ends_the_start(failed_starts):
     assert (ended.exit_code, ended.left) == (1, []), ended.output
     (line,) = [line for line in ended.output.splitlines() if "cannot start: " in line]
     assert "no draft answered at ipc://" in line and line.endswith("/nobody within 3 s")
+    assert "Traceback" not in ended.output
+
+
+def test_a_model_that_is_not_bit_equal_ends_the_start_where_that_is_asked_for(failed_starts):
+    ended = failed_starts["not bit-equal"]
+    assert (ended.exit_code, ended.left) == (1, []), ended.output
+    (line,) = [line for line in ended.output.splitlines() if "cannot start: " in line]
+    assert "--ssd-bit-equal on: " in line and "in float32: 1 rows give other bits than" in line
     assert "Traceback" not in ended.output

@@ -343,7 +343,9 @@ def test_metrics_are_the_figures(async_server):
 
 
 def test_off_has_no_draft(off_server):
-    assert off_server.ssd_state() == {"mode": "off"}
+    state = off_server.ssd_state()
+    assert (set(state), state["mode"]) == ({"mode", "bit_equality"}, "off")
+    assert state["bit_equality"]["holds"], state["bit_equality"]["reason"]
     with pytest.raises(ValueError):
         off_server.draft_process()
 

@@ -20,7 +20,7 @@ def saguaro_probs(logits: torch.Tensor, fan_out: torch.Tensor, c: float) -> torc
     if not 0.0 <= c <= 1.0:
         raise ValueError(f"c must be in [0, 1], got {c}")
     limits = torch.finfo(torch.float32)
-    finite = logits.to(torch.float64).nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
+    finite = logits.to(torch.float64).nan_to_num(nan=-torch.inf).clamp(limits.min, limits.max)
     weights = finite.softmax(-1)
     is_cached = torch.arange(logits.shape[-1], device=logits.device) < fan_out[:, None]
     has_rest = weights.masked_fill(is_cached, 0.0).sum(-1, keepdim=True) > 0

@@ -210,11 +210,18 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids int64 ``[N, count]`` of the highest scores, in the order of the ids."""
-    top = scores.topk(count)
-    if bool(top.values.isnan().any()):
-        top = _without_nan(scores).topk(count)
-    return top.indices.sort().values
+    """Ids int64 ``[N, count]`` of the highest scores, in the order of the ids. Ties at the cut go to the lowest ids."""
+    values = scores.topk(min(count + 1, scores.shape[-1])).values
+    if bool(values.isnan().any()):
+        scores = _without_nan(scores)
+        values = scores.topk(values.shape[-1]).values
+    least = values[:, count - 1, None]
+    is_kept = scores >= least
+    if values.shape[-1] > count and bool((values[:, count, None] == least).any()):
+        tied = scores == least
+        num_above = (values[:, :count] > least).sum(-1, keepdim=True)
+        is_kept &= ~tied | (tied.cumsum(-1) <= count - num_above)
+    return is_kept.nonzero()[:, 1].view(-1, count)
 
 
 class RankedTokens(NamedTuple):

@@ -105,8 +105,8 @@ def log_probs(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor
     chosen = slice(None) if len(rows) == len(laws) else torch.tensor(rows, device=logits.device)
     probs = probabilities(scores[chosen], [laws[i] for i in rows])
     if isinstance(chosen, slice):
-        return probs.log()
-    scores[chosen] = probs.log()
+        return probs.log_()
+    scores[chosen] = probs.log_()
     return scores
 
 
@@ -115,9 +115,10 @@ def probabilities(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Te
 
     A row without any finite logit has no law; it comes out as zeros.
     """
-    temperatures = _column((law.temperature for law in laws), logits)
-    clean = torch.nan_to_num(logits.float() / temperatures, nan=-torch.inf, neginf=-torch.inf)
-    return truncate(torch.nan_to_num(torch.softmax(clean, dim=-1), nan=0.0), laws)
+    # In place: at a few rows, fresh memory of the vocabulary's size costs more than what is computed in it.
+    tempered = logits.float() / _column((law.temperature for law in laws), logits)
+    tempered.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    return truncate(torch.softmax(tempered, dim=-1).nan_to_num_(nan=0.0), laws)
 
 
 def truncate(probs: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:

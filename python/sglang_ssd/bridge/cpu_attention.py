@@ -101,11 +101,8 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _is_plain(self, q: torch.Tensor, layer, forward_batch: ForwardBatch) -> bool:
-        window = layer.sliding_window_size
         return (
-            not layer.is_cross_attention
-            and layer.attn_type != AttentionType.ENCODER_ONLY
-            and (window is None or window < 0)
+            is_plain_layer(layer)
             and forward_batch.encoder_lens is None
             and not self.use_sliding_window_kv_pool
             and self.token_to_kv_pool.dtype == q.dtype
@@ -122,6 +119,13 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             self._plan = make_plan(*self._row_keys, num_slots=keys.shape[0])
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         return fork_attention(queries, keys, values, self._plan, layer.scaling).flatten(1)
+
+
+def is_plain_layer(layer) -> bool:
+    """Whether the kernel serves this attention layer: causal over all keys."""
+    window = layer.sliding_window_size
+    is_full = window is None or window < 0
+    return is_full and not layer.is_cross_attention and layer.attn_type != AttentionType.ENCODER_ONLY
 
 
 def keys_of_extends(

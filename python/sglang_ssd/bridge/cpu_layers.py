@@ -32,11 +32,20 @@ def use_cpu_kernels(model: torch.nn.Module) -> int:
         return 0
     num_layers = 0
     for module in model.modules():
-        forward = next((forward for serves, forward in _FORWARDS if serves(module)), None)
+        forward = _fused_forward(module)
         if forward is not None:
             module._forward_method = partial(forward, module)
             num_layers += 1
     return num_layers
+
+
+def has_kernel(module: torch.nn.Module) -> bool:
+    """Whether the kernels, where they are compiled, serve this layer: row by row, each to the same bits in any batch."""
+    return _fused_forward(module) is not None
+
+
+def _fused_forward(module: torch.nn.Module):
+    return next((forward for serves, forward in _FORWARDS if serves(module)), None)
 
 
 def _is_norm(module) -> bool:

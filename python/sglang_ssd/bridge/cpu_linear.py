@@ -76,7 +76,12 @@ def pack_linears(model: torch.nn.Module) -> int:
             _pack(module)
             module.weight = torch.nn.Parameter(module.weight.to("meta"), requires_grad=False)
             num_packed += 1
-    for module in _output_projections(model):
+    for module in output_projections(model):
+        if (
+            type(module.quant_method) is not UnquantizedEmbeddingMethod
+            or module.weight.dtype not in _PACKABLE
+        ):
+            continue
         module.quant_method = PackedLMHead()
         _pack(module)
         num_packed += 1
@@ -89,14 +94,10 @@ def _pack(module: torch.nn.Module) -> None:
     )
 
 
-def _output_projections(model: torch.nn.Module) -> list[torch.nn.Module]:
+def output_projections(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that turn hidden states into logits: ``lm_head``, which may be the tied embedding."""
     heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
     tied = getattr(model, "lm_head", None)
     if isinstance(tied, VocabParallelEmbedding) and tied not in heads:
         heads.append(tied)
-    return [
-        head
-        for head in heads
-        if type(head.quant_method) is UnquantizedEmbeddingMethod and head.weight.dtype in _PACKABLE
-    ]
+    return heads

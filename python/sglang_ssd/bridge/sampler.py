@@ -12,9 +12,9 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-from sglang_ssd.algorithm.shared_noise import draw
 from sglang_ssd.algorithm.target_law import SamplingLaw, truncate
 from sglang_ssd.bridge.requests import request_seed
+from sglang_ssd_kernel import draw_and_agree
 
 
 class SharedNoiseSampler(Sampler):
@@ -30,8 +30,12 @@ class SharedNoiseSampler(Sampler):
         ]
         is_greedy = torch.tensor([top_k <= 1 for top_k in top_ks], device=probs.device)
         # A copy: SGLang reads the logprobs of the whole law off ``probs`` afterwards.
-        scores = truncate(probs.clone(), laws).log()
-        return draw(scores, sampling_info.sampling_seed, positions, is_greedy), None
+        scores = truncate(probs.clone(), laws).log_()
+        seeds = sampling_info.sampling_seed
+        no_tokens, no_lengths = seeds.new_zeros(seeds.shape[0], 0), torch.zeros_like(seeds)
+        positions = positions.to(torch.int64).contiguous()
+        drawn = draw_and_agree(scores.unsqueeze(1), seeds, positions, is_greedy, no_tokens, no_lengths)
+        return drawn.token_ids[:, 0], None
 
 
 def install_shared_noise_sampler(model_runner) -> None:

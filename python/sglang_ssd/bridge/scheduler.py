@@ -7,7 +7,7 @@ A request that cannot be served exactly is refused with a 400 before it enters a
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
@@ -15,7 +15,11 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel
 
 from sglang_ssd.bridge.constraints import why_processor_unusable
+from sglang_ssd.bridge.process import fail_start
 from sglang_ssd.bridge.server_args import SSDServerArgs, ssd_options
+
+if TYPE_CHECKING:
+    from sglang_ssd.bridge.bit_equality import BitEquality
 
 
 class SchedulerBase(Scheduler):
@@ -43,14 +47,27 @@ class SchedulerBase(Scheduler):
 
     def init_tp_model_worker(self) -> None:
         super().init_tp_model_worker()
+        #: What ``--ssd-bit-equal`` found, None where it did not look.
+        self.bit_equality: BitEquality | None = None
         if get_device().device == "cpu":
-            from sglang_ssd.bridge.cpu_layers import prepare_model
-
-            prepare_model(self.tp_worker.model_runner.model, ssd_options(self.server_args).pack_weights)
+            self._prepare_cpu_model()
         if isinstance(self.server_args, SSDServerArgs):
             from sglang_ssd.bridge.sampler import install_shared_noise_sampler
 
             install_shared_noise_sampler(self.tp_worker.model_runner)
+
+    def _prepare_cpu_model(self) -> None:
+        from sglang_ssd.bridge.bit_equality import check_bit_equality, report
+        from sglang_ssd.bridge.cpu_layers import prepare_model
+
+        model_runner, options = self.tp_worker.model_runner, ssd_options(self.server_args)
+        prepare_model(model_runner.model, options.pack_weights)
+        if options.bit_equal == "off":
+            return
+        self.bit_equality = check_bit_equality(model_runner)
+        if options.bit_equal == "on" and not self.bit_equality.holds:
+            fail_start(f"--ssd-bit-equal on: {self.bit_equality.reason}")
+        report(self.bit_equality)
 
     def handle_generate_request(self, recv_req, **kwargs) -> None:
         reason = self.refusal(recv_req.sampling_params, recv_req)

@@ -23,6 +23,7 @@ MODES = ("async", "sync", "off")
 FAN_OUTS = ("measured", "geometric", "uniform")
 FALLBACKS = ("neural", "ngram", "auto")
 SAMPLINGS = ("shared-noise", "residual")
+BIT_EQUALITIES = ("auto", "on", "off")
 #: Lookahead K and fan-out budget B where the user names none. On a CPU a draft forward takes .4 of a verify, so two
 #: depths fit beside it; published GPU pairs have room for four.
 DEFAULT_LOOKAHEAD = {"cpu": 2, "cuda": 4}
@@ -57,6 +58,7 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
     ssd_round_timeout_ms: float = 10_000.0
     ssd_start_timeout_s: float = 600.0
     ssd_pack_weights: bool = True
+    ssd_bit_equal: str = "auto"
 
 
 def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +142,14 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="CPU only: keep the target's weights in oneDNN's packed layout. Weights cannot be updated afterwards.",
     )
+    add(
+        "--ssd-bit-equal",
+        choices=BIT_EQUALITIES,
+        default="auto",
+        help="CPU only: check at start that a request's logits do not depend on the rows beside it, so that all modes, "
+        "batches and K give the same tokens in any data type. Where they do, auto says so once in the log, on refuses "
+        "to start. off: no check.",
+    )
 
 
 def int_or_auto(text: str) -> int | str:
@@ -188,6 +198,8 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         # As SGLang does for its own algorithms: without a second device the overlapped loop only adds a late round, and
         # plain decoding then counts penalties one token late.
         args.disable_overlap_schedule = True
+    elif args.ssd_bit_equal == "on":
+        raise ValueError(f"--ssd-bit-equal on: holds on a CPU only, not with --device {args.device}")
     args.ssd_adapts_lookahead = args.ssd_adapts_budget = False
     if args.ssd_mode == "off":
         args.ssd_fan_out_budget = None
@@ -273,6 +285,7 @@ class SSDOptions(NamedTuple):
     round_timeout_ms: float
     start_timeout_s: float
     pack_weights: bool
+    bit_equal: str
 
 
 def ssd_options(args: ServerArgs) -> SSDOptions:
@@ -293,6 +306,7 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
             args.ssd_round_timeout_ms,
             args.ssd_start_timeout_s,
             args.ssd_pack_weights,
+            args.ssd_bit_equal,
         )
     own = {field.name: field.default for field in msgspec.structs.fields(SSDServerArgs)}
     return SSDOptions(
@@ -309,6 +323,7 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
         own["ssd_round_timeout_ms"],
         own["ssd_start_timeout_s"],
         False,
+        "off",
     )
 
 

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ssd.algorithm.saguaro import saguaro_probs, sample_sparse
-from sglang_ssd.algorithm.shared_noise import Stream, perturbed_top, seeded_uniforms
 from sglang_ssd.bridge.draft_runner import DraftModelRunner
 from sglang_ssd.draft.forking_paths import Guess, Path, SparseLaw
 from sglang_ssd.wire.messages import Sampling
+from sglang_ssd_kernel import sample_saguaro, sample_shared_noise
 
 #: Likeliest tokens that the noise is added to. Any guess is exact, so this bounds cost and acceptance only.
 DEFAULT_TOP_M = 64
@@ -131,53 +130,47 @@ class DraftRunner:
         """What the draft thinks of the tokens at these positions. logits: float [rows, V], one row a position."""
         logits = logits[:, : self._num_proposable]
         num_ranked = min(max(position.num_candidates for position in positions), logits.shape[1])
-        laws = [position.law for position in positions]
-        if any(law.is_residual for law in laws):
-            return self._guess_by_residual(logits, positions, num_ranked)
-        if all(law.is_greedy for law in laws):
-            ranks = logits.topk(num_ranked, dim=-1).indices.tolist()
-        else:
-            ranks = perturbed_top(
-                logits,
-                self._column([law.temperature for law in laws], torch.float64),
-                self._column([law.seed for law in laws], torch.int64),
-                self._column([position.index for position in positions], torch.int64),
-                self._column([law.is_greedy for law in laws], torch.bool),
-                num_ranked=num_ranked,
-                top_m=max(self._top_m, num_ranked),
-            ).token_ids.tolist()
-        return [Guess(row[0], row) for row in ranks]
+        if len({position.law.sampling for position in positions if not position.law.is_greedy}) < 2:
+            return self._guess_by_one_rule(logits, positions, num_ranked)
+        # Verifiers with different rules.
+        guesses: list[Guess | None] = [None] * len(positions)
+        for is_residual in (False, True):
+            rows = [i for i, position in enumerate(positions) if position.law.is_residual == is_residual]
+            part = self._guess_by_one_rule(logits[rows], [positions[row] for row in rows], num_ranked)
+            for row, guess in zip(rows, part, strict=True):
+                guesses[row] = guess
+        return guesses
 
-    def _guess_by_residual(
+    def _guess_by_one_rule(
         self, logits: torch.Tensor, positions: list[Position], num_ranked: int
     ) -> list[Guess]:
-        """Draw from the draft's own law, truncated to its top M and scaled by Saguaro, and keep that law with the
-        token. Candidates for the bonus token are the likeliest ones: the residual is left on them."""
+        """All rows that are not greedy draw by the same rule.
+
+        Shared noise: the target's noise on the top M tokens. Residual: the draft's own law, truncated to its top M and
+        scaled by Saguaro, which is kept with the token; candidates for the bonus token are then the likeliest ones, as
+        the residual is left on them.
+        """
         laws = [position.law for position in positions]
-        top = logits.float().topk(min(max(self._top_m, num_ranked), logits.shape[1]), dim=-1)
-        tempered = (
-            top.values.double()
-            / self._column([law.temperature or 1.0 for law in laws], torch.float64)[:, None]
+        columns = (
+            self._column([law.temperature for law in laws], torch.float64),
+            self._column([law.seed for law in laws], torch.int64),
+            self._column([position.index for position in positions], torch.int64),
+            self._column([law.is_greedy for law in laws], torch.bool),
         )
-        seeds = self._column([law.seed for law in laws], torch.int64)
-        indices = self._column([position.index for position in positions], torch.int64)
+        top_m = num_ranked if all(law.is_greedy for law in laws) else max(self._top_m, num_ranked)
+        sizes = {"num_ranked": num_ranked, "top_m": top_m}
+        if not any(law.is_residual for law in laws):
+            drafted = sample_shared_noise(logits, *columns, **sizes)
+            return [Guess(ranks[0], ranks) for ranks in drafted.ranked_ids.tolist()]
         fan_out = self._column([position.fan_out for position in positions], torch.int64)
-        # C is the same in all rows of one verifier; rows of verifiers with another C go apart.
-        guesses: list[Guess | None] = [None] * len(positions)
-        for saguaro_c in {position.saguaro_c for position in positions}:
-            rows = [i for i, position in enumerate(positions) if position.saguaro_c == saguaro_c]
-            probs = saguaro_probs(tempered[rows], fan_out[rows], saguaro_c)
-            uniforms = seeded_uniforms(seeds[rows], indices[rows], Stream.DRAFT)
-            drawn = sample_sparse(probs, uniforms).tolist()
-            for row, row_probs, index in zip(rows, probs, drawn, strict=True):
-                ids = top.indices[row]
-                ranks = ids[:num_ranked].tolist()
-                if laws[row].is_greedy:
-                    guesses[row] = Guess(ranks[0], ranks)
-                    continue
-                q = SparseLaw(ids.to("cpu", torch.int32).numpy().tobytes(), row_probs.cpu().numpy().tobytes())
-                guesses[row] = Guess(int(ids[index]), ranks, q)
-        return guesses
+        saguaro_c = self._column([position.saguaro_c for position in positions], torch.float64)
+        drafted = sample_saguaro(logits, *columns, fan_out, saguaro_c, **sizes)
+        ids, probs = drafted.top_ids.to("cpu", torch.int32).numpy(), drafted.q.cpu().numpy()
+        drawn = zip(drafted.token_ids.tolist(), drafted.ranked_ids.tolist(), ids, probs, laws, strict=True)
+        return [
+            Guess(token, ranks, None if law.is_greedy else SparseLaw(row_ids.tobytes(), q.tobytes()))
+            for token, ranks, row_ids, q, law in drawn
+        ]
 
     def _column(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self._model.device)

@@ -106,11 +106,13 @@ class SSDScheduler(SchedulerBase):
         }
 
     def state(self) -> dict[str, Any]:
+        bit_equality = self.bit_equality and self.bit_equality._asdict()
         if self.stats is None:
-            return {"mode": "off"}
+            return {"mode": "off", "bit_equality": bit_equality}
         state: dict[str, Any] = {
             "mode": self.options.mode,
             "sampling": self.options.sampling,
+            "bit_equality": bit_equality,
             **self.stats.snapshot(),
         }
         if self.options.sampling == "residual":

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 
 from sglang_ssd.algorithm.inverse_cdf import inverse_cdf
-from sglang_ssd.algorithm.shared_noise import Stream, draw, seeded_uniforms
+from sglang_ssd.algorithm.shared_noise import Stream, seeded_uniforms
 from sglang_ssd.algorithm.target_law import SamplingLaw, add_bias, log_probs, penalise_run, probabilities
-from sglang_ssd.algorithm.verification import agree, verify_residual
+from sglang_ssd.algorithm.verification import verify_residual
 from sglang_ssd.bridge.constraints import apply_processors, mask_grammars
 from sglang_ssd.verifier.session import ProposedRow
+from sglang_ssd_kernel import draw_and_agree
 
 
 class TargetRow(NamedTuple):
@@ -43,22 +44,6 @@ def adjust_logits(logits: torch.Tensor, rows: list[TargetRow], batch, verify_ids
     return int((~(logits.amax(-1) < torch.inf)).sum())
 
 
-def draw_targets(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
-    """The target's token at every position: greedy rows take the argmax, sampled rows the perturbed argmax.
-
-    logits: float [B, W, V], adjusted. Returns int64 [B, W]. Exact for any proposal: each draw depends on p and on the
-    noise of (seed, position) alone.
-    """
-    num_rows, width, vocab_size = logits.shape
-    flat = logits.view(-1, vocab_size)
-    laws = [row.law for row in rows for _ in range(width)]
-    device = logits.device
-    positions = torch.tensor([row.position + j for row in rows for j in range(width)], device=device)
-    seeds = torch.tensor([law.seed for law in laws], dtype=torch.int64, device=device)
-    is_greedy = torch.tensor([law.is_greedy for law in laws], device=device)
-    return draw(log_probs(flat, laws), seeds, positions, is_greedy).view(num_rows, width)
-
-
 class Decision(NamedTuple):
     """What a verification decided. token_ids: int64 [B, K+1], of which the first ``num_accepted + 1`` are emitted;
     num_accepted: int64 [B]; num_malformed: proposed tokens whose law could not be used."""
@@ -71,9 +56,29 @@ class Decision(NamedTuple):
 def decide_by_shared_noise(
     logits: torch.Tensor, rows: list[TargetRow], draft_tokens: torch.Tensor, lengths: torch.Tensor
 ) -> Decision:
-    """Emit the target's own draws and accept proposals while they equal them. logits: float [B, K+1, V], adjusted."""
-    token_ids = draw_targets(logits, rows)
-    return Decision(token_ids, agree(token_ids, draft_tokens, lengths).num_accepted)
+    """Emit the target's own draws and accept proposals while they equal them: greedy rows take the argmax, sampled rows
+    the perturbed argmax. Exact for any proposal: each draw depends on p and on the noise of (seed, position) alone.
+
+    logits: float [B, W, V], adjusted, for W - 1 draft tokens of each row. draft_tokens: int64 [B, W - 1].
+    """
+    num_rows, width, vocab_size = logits.shape
+    scores = log_probs(logits.view(-1, vocab_size), [row.law for row in rows for _ in range(width)])
+    drawn = draw_and_agree(
+        scores.view(num_rows, width, vocab_size),
+        torch.tensor([row.law.seed for row in rows], dtype=torch.int64, device=logits.device),
+        torch.tensor([row.position for row in rows], dtype=torch.int64, device=logits.device),
+        torch.tensor([row.law.is_greedy for row in rows], device=logits.device),
+        draft_tokens,
+        lengths,
+    )
+    return Decision(drawn.token_ids, drawn.num_accepted)
+
+
+def draw_first_by_shared_noise(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
+    """First tokens of prompts, int64 [B]: nothing is proposed. logits: float [B, 1, V], adjusted."""
+    no_tokens = torch.zeros(len(rows), 0, dtype=torch.int64, device=logits.device)
+    no_lengths = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    return decide_by_shared_noise(logits, rows, no_tokens, no_lengths).token_ids[:, 0]
 
 
 def decide_by_residual(

@@ -26,7 +26,7 @@ from sglang_ssd.verifier.target_distribution import (
     decide_by_residual,
     decide_by_shared_noise,
     draw_first_by_residual,
-    draw_targets,
+    draw_first_by_shared_noise,
 )
 from sglang_ssd.wire.messages import RowKey, Sampling
 
@@ -84,7 +84,7 @@ class SSDWorker(SpecWorkerBase):
         self._count_unusable(non_finite_logits=adjust_logits(prefilled.logits, rows, batch, no_proposal))
         if self._sampling == "residual":
             return draw_first_by_residual(prefilled.logits, rows)
-        return draw_targets(prefilled.logits, rows).view(-1)
+        return draw_first_by_shared_noise(prefilled.logits, rows)
 
     def _round(self, batch, on_publish):
         sessions = [self._sessions.get(request.rid) for request in batch.reqs]

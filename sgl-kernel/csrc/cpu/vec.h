@@ -35,6 +35,7 @@ struct bf16 {
 enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
 inline vec broadcast(float x) { return x - vec{}; }
+inline uvec broadcast(uint32_t x) { return x - uvec{}; }
 
 inline ivec lane_numbers() {
   ivec numbers;
@@ -54,6 +55,14 @@ inline vec load(const bf16* from) {
   halves h;
   std::memcpy(&h, from, sizeof h);
   return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
 }
 
 // Nearest bfloat16, ties to even, as float bits; a NaN stays one instead of being carried into infinity.
@@ -127,8 +136,8 @@ inline vec unfused(vec x) {
 }
 
 // Lanes [0, 2 HALF) joined until one is left, which ends up in lane 0: always the same order.
-template <int HALF = LANES / 2, typename Join>
-inline float join_lanes(vec x, Join join) {
+template <int HALF = LANES / 2, typename V, typename Join>
+inline auto join_lanes(V x, Join join) {
   ivec from;
   for (int i = 0; i < LANES; ++i) from[i] = i ^ HALF;
   x = join(x, __builtin_shuffle(x, from));
@@ -146,6 +155,11 @@ inline float sum_lanes(vec x) {
 }
 
 inline float max_lanes(vec x) { return join_lanes(x, larger); }
+
+// Whether a comparison holds in some lane.
+inline bool any_lane(ivec holds) {
+  return join_lanes(holds, [](ivec a, ivec b) { return a | b; }) != 0;
+}
 
 // e^x within 2 units of the last place; 0 below -87 (where float32 turns subnormal), undefined above 88, NaN for NaN.
 inline vec exp(vec x) {

@@ -5,13 +5,19 @@ come from their modules when first asked for.
 """
 
 _MODULES = {
-    "fork_attention": "cpu.fork_attention",
+    "fork_attention": "dispatch",
+    "sample_shared_noise": "dispatch",
+    "sample_saguaro": "dispatch",
+    "draw_and_agree": "dispatch",
     "ForkPlan": "cpu.fork_attention",
     "make_plan": "cpu.fork_attention",
     "rms_norm": "cpu.rms_norm",
     "silu_and_mul": "cpu.silu_and_mul",
     "rotary_neox": "cpu.rotary_neox",
     "is_compiled": "cpu.library",
+    "DevicePlan": "triton.fork_attention",
+    "PlanLimits": "triton.fork_attention",
+    "verify_residual": "triton.target_draw",
 }
 __all__ = list(_MODULES)
 

@@ -88,11 +88,15 @@ def fork_attention(
     q:      [rows, Hq, D], any strides but contiguous in D.
     k_pool: [slots, Hkv, D], v_pool: [slots, Hkv, Dv], the same dtype as q, likewise strided. Hkv divides Hq.
     out:    [rows, Hq, Dv], contiguous, is written and returned; made here if None.
+
+    Raises ValueError, with the shapes, when tensors and plan do not fit each other.
     """
+    if not isinstance(plan, ForkPlan):
+        raise ValueError(f"Tensors on a CPU need a ForkPlan: {type(plan).__name__}, q {tuple(q.shape)}")
     out_shape = (q.shape[0], q.shape[1], v_pool.shape[-1]) if q.dim() == 3 else ()
     if out is None:
         out = q.new_empty(out_shape)
-    _check_call(q, k_pool, v_pool, plan, out, out_shape)
+    check_call(q, k_pool, v_pool, plan.row_groups.numel(), plan.num_slots, out, out_shape)
     kernel = kernel_for(q, "ssd_fork_attention")
     if kernel is None:
         return out.copy_(reference(q, k_pool, v_pool, plan, scaling))
@@ -165,18 +169,17 @@ def _arguments(q, k_pool, v_pool, plan: ForkPlan, scaling: float, out) -> ForkAt
     )
 
 
-def _check_call(q, k_pool, v_pool, plan: ForkPlan, out, out_shape: tuple[int, ...]) -> None:
+def check_call(q, k_pool, v_pool, num_rows: int, num_slots: int, out, out_shape: tuple[int, ...]) -> None:
     """Raise ValueError unless tensors and plan fit each other. Looks at no element: this runs in every layer."""
     shapes = f"q {tuple(q.shape)}, k_pool {tuple(k_pool.shape)}, v_pool {tuple(v_pool.shape)}"
-    num_rows = plan.row_groups.numel()
     if not q.dim() == k_pool.dim() == v_pool.dim() == 3:
         raise ValueError(f"Three dimensions each are needed: {shapes}")
     if q.shape[0] != num_rows:
         raise ValueError(f"The plan has {num_rows} rows: {shapes}")
     if k_pool.shape[:2] != v_pool.shape[:2] or k_pool.shape[2] != q.shape[2]:
         raise ValueError(f"Pools must have the same slots and heads, and keys the width of q: {shapes}")
-    if k_pool.shape[0] < plan.num_slots:
-        raise ValueError(f"The plan is for {plan.num_slots} slots: {shapes}")
+    if k_pool.shape[0] < num_slots:
+        raise ValueError(f"The plan is for {num_slots} slots: {shapes}")
     if not (0 < k_pool.shape[1] <= q.shape[1] and q.shape[1] % k_pool.shape[1] == 0):
         raise ValueError(f"Key heads must divide query heads: {shapes}")
     if not (q.dtype == k_pool.dtype == v_pool.dtype == out.dtype):

@@ -23,6 +23,8 @@ _SIGNATURES = {
     "ssd_rms_norm": [*[_POINTER] * 5, _INT, _INT, _FLOAT, _INT],
     "ssd_silu_and_mul": [*[_POINTER] * 2, *[_INT] * 4],
     "ssd_rotary_neox": [*[_POINTER] * 3, *[_INT] * 7],
+    "ssd_draft_sampler": [_POINTER],
+    "ssd_target_draw": [_POINTER],
 }
 
 

@@ -348,7 +348,7 @@ def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: 
     Args:
         seed: ``[n]`` uint64 or int64, 64 bits used.
         positions: ``[n]``, the low 32 bits used.
-        col_indices: ``[m]``, the low 32 bits used.
+        col_indices: ``[m]`` for all rows or ``[n, m]``, the low 32 bits used.
 
     Returns:
         ``[n, m]`` uint32.
@@ -358,7 +358,7 @@ def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: 
     row = torch.zeros_like(seed)
     for word in (seed & _UINT32_MASK, (seed >> 32) & _UINT32_MASK, positions.long() & _UINT32_MASK):
         row = _mix_word(row, _scramble(word))
-    hashed = _mix_word(row[:, None], _scramble(col_indices.long() & _UINT32_MASK)[None, :])
+    hashed = _mix_word(row[:, None], _scramble(col_indices.long() & _UINT32_MASK))
     hashed ^= 16  # the length in bytes
     hashed ^= hashed >> 16
     hashed.mul_(0x85EBCA6B).bitwise_and_(_UINT32_MASK)

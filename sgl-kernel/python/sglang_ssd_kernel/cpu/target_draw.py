@@ -1,0 +1,113 @@
+"""The target's draws by shared noise on a CPU, and how far a proposal agrees with them.
+
+csrc/cpu/target_draw.cpp says how noise of the vocabulary's size is avoided. The draws are those of
+``sglang_ssd.algorithm.shared_noise.draw``: what decides is computed in float64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from .library import DTYPE_CODES, kernel_for
+from .noise import gumbel
+
+
+class Drawn(NamedTuple):
+    """token_ids: int64 [B, K + 1], the target's draws; num_accepted: int64 [B], drafts, 0..K; bonus_tokens: int64 [B],
+    the token after them."""
+
+    token_ids: torch.Tensor
+    num_accepted: torch.Tensor
+    bonus_tokens: torch.Tensor
+
+
+def draw_and_agree(
+    scores: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    is_greedy: torch.Tensor,
+    proposed: torch.Tensor,
+    lengths: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+) -> Drawn:
+    """argmax of score + g at every position (g = 0 in greedy rows), and how far a proposal agrees with it.
+
+    scores:    [B, K + 1, V] float, contiguous in V: log p or, with ``temperatures`` float64 [B] (positive, not read in
+               greedy rows), logits. The normaliser of log p is the same for a whole row and so changes no argmax. NaN is
+               never drawn, +inf always; a row of only NaN or -inf gives token 0.
+    seeds, positions: int64 [B]; positions are those of the tokens before the first draw, the next draws follow.
+    is_greedy: bool [B].
+    proposed:  int64 [B, K]; lengths: int64 [B], 0..K: what lies beyond is padding. K = 0 draws only.
+
+    Raises ValueError, with the shape, for anything else.
+    """
+    _check(scores, seeds, positions, is_greedy, proposed, lengths, temperatures)
+    kernel = kernel_for(scores, "ssd_target_draw")
+    if kernel is None:
+        return reference(scores, seeds, positions, is_greedy, proposed, lengths, temperatures)
+    batch_size, width, vocab_size = scores.shape
+    drawn = Drawn(
+        seeds.new_empty(batch_size, width), seeds.new_empty(batch_size), seeds.new_empty(batch_size)
+    )
+    tensors = (scores, temperatures, seeds, positions, is_greedy, proposed, lengths, *drawn)
+    arguments = DrawArguments(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(batch_size, width, vocab_size, *scores.stride()[:2]),
+        *(DTYPE_CODES[scores.dtype], torch.get_num_threads()),
+    )
+    kernel(ctypes.byref(arguments))
+    return drawn
+
+
+def reference(scores, seeds, positions, is_greedy, proposed, lengths, temperatures=None) -> Drawn:
+    """The same in torch, with the noise of a whole vocabulary for one position at a time."""
+    batch_size, width, vocab_size = scores.shape
+    all_ids = torch.arange(vocab_size)
+    token_ids = seeds.new_empty(batch_size, width)
+    for request in range(batch_size):
+        for offset in range(width):
+            row = scores[request, offset].double()
+            if not is_greedy[request]:
+                row = row if temperatures is None else row / temperatures[request]
+                row = row + gumbel(seeds[request, None], positions[request, None] + offset, all_ids)[0]
+            token_ids[request, offset] = row.masked_fill(row.isnan(), -torch.inf).argmax()
+    agrees = (proposed == token_ids[:, :-1]) & (torch.arange(width - 1) < lengths[:, None])
+    num_accepted = agrees.long().cumprod(-1).sum(-1)
+    return Drawn(token_ids, num_accepted, token_ids.gather(1, num_accepted[:, None])[:, 0])
+
+
+class DrawArguments(ctypes.Structure):
+    """Arguments of the compiled kernel, field by field as in csrc/cpu/target_draw.cpp. Every field has 8 bytes."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("scores", "temperatures", "seeds", "positions", "is_greedy")),
+        *((name, ctypes.c_void_p) for name in ("proposed", "lengths", *Drawn._fields)),
+        *((name, ctypes.c_int64) for name in ("batch_size", "width", "vocab_size")),
+        *((name, ctypes.c_int64) for name in ("batch_stride", "row_stride", "dtype", "num_threads")),
+    ]
+
+
+def _check(scores, seeds, positions, is_greedy, proposed, lengths, temperatures) -> None:
+    if scores.dim() != 3 or 0 in scores.shape or not scores.is_floating_point() or scores.stride(2) != 1:
+        raise ValueError(
+            f"scores must be float [B, K + 1, V], contiguous in V: {scores.dtype} {tuple(scores.shape)}"
+        )
+    batch_size, width, _ = scores.shape
+    columns = {
+        "seeds": (seeds, torch.int64), "positions": (positions, torch.int64), "is_greedy": (is_greedy, torch.bool),
+        "lengths": (lengths, torch.int64),
+    }  # fmt: skip
+    if temperatures is not None:
+        columns["temperatures"] = (temperatures, torch.float64)
+    shapes = {name: (tensor, dtype, (batch_size,)) for name, (tensor, dtype) in columns.items()}
+    shapes["proposed"] = (proposed, torch.int64, (batch_size, width - 1))
+    for name, (tensor, dtype, shape) in shapes.items():
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {dtype} {shape}: {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        if tensor.device != scores.device:
+            raise ValueError(f"{name} is on {tensor.device}, scores {tuple(scores.shape)} on {scores.device}")
