@@ -120,8 +120,8 @@ def plot(path: Path, results: dict[str, dict[str, Measurement]]) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     all_cores = sorted(os.sched_getaffinity(0))
-    split = split_cores(args.target_cores, args.draft_cores)
-    accountings = setups_of(all_cores, split.target, split.draft)
+    split = split_cores(args.target_cores, [args.draft_cores] if args.draft_cores else None)
+    accountings = setups_of(all_cores, split.target, split.drafts[0])
     setups = list(dict.fromkeys(setup for modes in accountings.values() for setup in modes.values()))
     facts, prompts = machine_facts(), chat_token_ids(args.model, read_prompts())
     measured: dict[Setup, list[Measurement]] = {setup: [] for setup in setups}

@@ -25,11 +25,13 @@ import torch
 from report import format_table, machine_facts, write_json
 from tqdm import tqdm
 
+from sglang_ssd.algorithm.round_limit import RoundLimit
 from sglang_ssd.bridge.draft_runner import DraftModelRunner
 from sglang_ssd.bridge.environment import use_cpu_engine
 from sglang_ssd.draft.runner import DraftRunner
 from sglang_ssd.draft.server import DraftIdentity, DraftServer
 from sglang_ssd.verifier.draft_client import DraftClient, RowOutcome
+from sglang_ssd.verifier.drafts import Drafts
 from sglang_ssd.verifier.session import VerifierSession
 from sglang_ssd.wire.channel import DraftChannel, RunDirectory
 from sglang_ssd.wire.messages import PROTOCOL_VERSION, Hello, RowKey
@@ -142,8 +144,9 @@ class Verifier:
 
     def __init__(self, endpoint: str, lookahead: int, budget: int, batch_size: int) -> None:
         hello = Hello(PROTOCOL_VERSION, VOCAB_SIZE, "", lookahead, budget, CONTEXT_LENGTH, "stub")
-        self.client = DraftClient(endpoint, hello, round_timeout_ms=10_000)
-        self.client.connect(timeout_s=60)
+        limit = RoundLimit(10_000.0)
+        self.drafts = Drafts([DraftClient(endpoint, hello, limit)], limit)
+        self.drafts.connect(timeout_s=60)
         self._expected = [0] * lookahead
         self._batch_size = batch_size
         self._num_requests = self._num_rounds = 0
@@ -160,14 +163,14 @@ class Verifier:
             session.tokens.extend(emitted)
         outcomes = [RowOutcome(session, len(emitted) - 1, 0) for session in self._sessions]
         started = time.perf_counter()
-        self.client.send_outcomes(outcomes)
-        proposals = self.client.collect(self._sessions)
+        self.drafts.send_outcomes(outcomes)
+        proposals = self.drafts.collect(self._sessions)
         seconds = time.perf_counter() - started
         if any(p.source != "hit" or p.token_ids != self._expected for p in proposals):
             raise RuntimeError(f"a round was no hit: {proposals}")
         self._num_rounds += 1
         if self._num_rounds % ROUNDS_PER_REQUEST == 0:
-            self.client.close(self._sessions, "finished")
+            self.drafts.close(self._sessions, "finished")
             self._sessions = []
         return seconds
 
@@ -175,13 +178,13 @@ class Verifier:
         for _ in range(self._batch_size):
             self._num_requests += 1
             self._sessions.append(VerifierSession(RowKey(self._num_requests, 0), None, [1] * PROMPT_TOKENS))
-            self.client.open(self._sessions[-1])
+            self.drafts.open(self._sessions[-1])
 
     def _verify(self) -> None:
         """Take as long as the draft needs to complete all branches (it has no more forwards to run), and then some, so
         that it sleeps as it would in the rest of a long verify. Raises RuntimeError when it never comes to rest."""
         deadline, num_forwards = time.monotonic() + LONGEST_VERIFY_S, None
-        while num_forwards != (num_forwards := self.client.refresh_stats(timeout_s=1.0).forwards):
+        while num_forwards != (num_forwards := self.drafts.refresh_stats(timeout_s=1.0).forwards):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the draft is not done after {LONGEST_VERIFY_S:.0f} s")
             time.sleep(REST_S)
@@ -201,10 +204,10 @@ class Latency(NamedTuple):
 def measure(transport: str, endpoint: str, batch_size: int, args: argparse.Namespace) -> Latency:
     verifier = Verifier(endpoint, args.lookahead, args.budget, batch_size)
     rounds = tqdm(range(args.rounds), desc=f"{transport}, B={batch_size}", unit="round", leave=False)
-    early = verifier.client.refresh_stats().early_outcomes
+    early = verifier.drafts.refresh_stats().early_outcomes
     seconds = [verifier.round() for _ in rounds]
-    early = verifier.client.refresh_stats(timeout_s=1.0).early_outcomes - early
-    verifier.client.disconnect()
+    early = verifier.drafts.refresh_stats(timeout_s=1.0).early_outcomes - early
+    verifier.drafts.disconnect()
     p50, p99 = (1e3 * value for value in percentiles(seconds))
     return Latency(transport, batch_size, p50, p99, TARGET_P50_MS[batch_size], early)
 

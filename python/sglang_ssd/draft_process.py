@@ -54,7 +54,11 @@ class DraftProcess:
                 f"the draft process ended while it was loading (exit code {exit_code}); see its lines above"
             )
             return
-        logger.error("the draft process ended (exit code %s): requests go on without proposals", exit_code)
+        logger.error(
+            "the draft process at %s ended (exit code %s): requests go on without it",
+            self.endpoint,
+            exit_code,
+        )
 
     def stop(self) -> None:
         """End the draft and remove its directory. May be called more than once."""
@@ -67,3 +71,16 @@ class DraftProcess:
                 self._process.kill()
                 self._process.wait()
         self._run_directory.close()
+
+
+def start_drafts(arguments: list[list[str]]) -> list[DraftProcess]:
+    """A draft for each list of arguments. None stays when one cannot be started."""
+    drafts: list[DraftProcess] = []
+    try:
+        for one in arguments:
+            drafts.append(DraftProcess(one))
+    except BaseException:
+        for draft in drafts:
+            draft.stop()
+        raise
+    return drafts

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ssd.bridge.environment import use_cpu_engine
-from sglang_ssd.draft_process import DraftProcess
+from sglang_ssd.draft_process import start_drafts
 from sglang_ssd.launch_server import asked_device, prepare
 
 
 class Engine:
-    """Starts the draft and SGLang's engine; every option of ``launch_server`` is a keyword, with underscores.
+    """Starts the drafts and SGLang's engine; every option of ``launch_server`` is a keyword, with underscores.
 
     Raises ValueError in one line on options that contradict each other or a model that cannot be read.
     """
@@ -30,14 +30,13 @@ class Engine:
         args = parse_options(options)
         draft_arguments = prepare(args, serves_http=False)
         register_algorithm()
-        self._draft: DraftProcess | None = None
-        if draft_arguments:
-            self._draft = DraftProcess(draft_arguments)
-            args.ssd_draft_endpoint = self._draft.endpoint
+        self._drafts = start_drafts(draft_arguments)
+        if self._drafts:
+            args.ssd_draft_endpoint = [draft.endpoint for draft in self._drafts]
         try:
             self._engine = start_engine(args, run_scheduler)
         except BaseException:
-            self._stop_draft()
+            self._stop_drafts()
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -49,11 +48,11 @@ class Engine:
     def shutdown(self) -> None:
         """End all processes."""
         self._engine.shutdown()
-        self._stop_draft()
+        self._stop_drafts()
 
-    def _stop_draft(self) -> None:
-        if self._draft is not None:
-            self._draft.stop()
+    def _stop_drafts(self) -> None:
+        for draft in self._drafts:
+            draft.stop()
 
     def __enter__(self) -> Engine:
         return self

@@ -9,6 +9,7 @@ import signal
 import sys
 
 from sglang_ssd.bridge.environment import detect_device, parse_cores, pin_process, use_cpu_engine
+from sglang_ssd.wire.messages import MAX_TOP_M, largest_to_draft
 
 logger = logging.getLogger("sglang_ssd.draft")
 
@@ -16,11 +17,22 @@ logger = logging.getLogger("sglang_ssd.draft")
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang_ssd.launch_draft", description=__doc__)
     add = parser.add_argument
-    add("--model-path", required=True, help="The draft model.")
+    add(
+        "--generate-key",
+        metavar="DIR",
+        help="Write a new pair of CURVE keys into this folder and end. Drafts and servers need one each.",
+    )
+    add("--model-path", help="The draft model.")
     add(
         "--endpoint",
-        required=True,
-        help="ZeroMQ endpoint to listen on, such as ipc:///run/draft or tcp://127.0.0.1:5555.",
+        help="ZeroMQ endpoint to listen on, such as ipc:///run/draft or tcp://127.0.0.1:5555. One that other hosts can "
+        "reach needs the CURVE options.",
+    )
+    add("--curve-secret-key", metavar="FILE", help="This draft's CURVE key (.key_secret).")
+    add(
+        "--curve-authorized-keys",
+        metavar="DIR",
+        help="Folder of the public keys (*.key) of all servers that may connect; read anew at each connection.",
     )
     add("--device", choices=("cpu", "cuda"), help="Default: cuda where torch sees a GPU.")
     add("--dtype", default="auto", help="Data type of weights and activations.")
@@ -48,10 +60,33 @@ def main(argv: list[str] | None = None) -> int:
     # SGLang sets up the root logger as well; ours must keep speaking.
     logging.getLogger("sglang_ssd").setLevel(args.log_level.upper())
     try:
-        return _serve(args)
+        return _generate_key(args) if args.generate_key else _serve(args)
     except (OSError, ValueError) as error:
         print(f"sglang_ssd.launch_draft: error: {error}", file=sys.stderr)
         return 1
+
+
+def _generate_key(args: argparse.Namespace) -> int:
+    from sglang_ssd.wire.curve import generate_keys
+
+    public, secret = generate_keys(args.generate_key)
+    print(f"public key, for the other side: {public}\nsecret key, for this side alone: {secret}")
+    return 0
+
+
+def _keys(args: argparse.Namespace):
+    """The keys of this draft, None where its endpoint needs none. Raises ValueError in one line."""
+    from sglang_ssd.wire.curve import load_draft_keys, why_refused
+
+    secret_key, authorized = args.curve_secret_key, args.curve_authorized_keys
+    if (secret_key is None) != (authorized is None):
+        given = f"--curve-secret-key {secret_key}" if secret_key else f"--curve-authorized-keys {authorized}"
+        raise ValueError(f"{given}: needs --curve-secret-key and --curve-authorized-keys both")
+    if reason := why_refused(args.endpoint, secret_key is not None):
+        raise ValueError(f"--endpoint {args.endpoint}: {reason}")
+    if secret_key is None:
+        return None
+    return load_draft_keys("--curve-secret-key", secret_key, "--curve-authorized-keys", authorized)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -59,10 +94,16 @@ def _serve(args: argparse.Namespace) -> int:
         from sglang_ssd.bridge.process import die_with_parent
 
         die_with_parent()
+    for option, value in (("--model-path", args.model_path), ("--endpoint", args.endpoint)):
+        if value is None:
+            raise ValueError(f"{option} is needed")
+    keys = _keys(args)
     if args.max_sessions < 1:
         raise ValueError(f"--max-sessions {args.max_sessions}: must be 1 or more")
     if args.max_rows < args.max_sessions:
         raise ValueError(f"--max-rows {args.max_rows}: must be at least --max-sessions {args.max_sessions}")
+    if not 1 <= args.top_m <= MAX_TOP_M:
+        raise ValueError(f"--top-m {args.top_m}: must be 1 to {MAX_TOP_M}")
     device = args.device or detect_device()
     if device == "cpu":
         use_cpu_engine()
@@ -93,8 +134,9 @@ def _serve(args: argparse.Namespace) -> int:
         tokenizer_fingerprint(args.model_path),
         args.max_sessions,
     )
-    channel = DraftChannel(args.endpoint)
-    server = DraftServer(channel, DraftRunner(model, args.top_m), identity)
+    runner = DraftRunner(model, args.top_m)
+    channel = DraftChannel(args.endpoint, keys, largest_to_draft(runner.context_length))
+    server = DraftServer(channel, runner, identity)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     if args.ready_fd is not None:

@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from sglang_ssd.bridge.environment import bind_target_ranks, detect_device, split_cores, use_cpu_engine
-from sglang_ssd.draft_process import DraftProcess
+from sglang_ssd.draft_process import DraftProcess, start_drafts
 
 if TYPE_CHECKING:
     from sglang_ssd.bridge.server_args import SSDServerArgs
@@ -39,18 +39,19 @@ def main(argv: list[str] | None = None) -> int:
     return serve(args, prepared)
 
 
-def prepare(args: SSDServerArgs, serves_http: bool = True) -> list[str]:
-    """Check what can be known to fail and fill in cores and memory. Returns the arguments of the draft process, an
-    empty list where none is started. Raises ValueError in one line."""
+def prepare(args: SSDServerArgs, serves_http: bool = True) -> list[list[str]]:
+    """Check what can be known to fail and fill in cores and memory. Returns the arguments of each draft process to be
+    started. Raises ValueError in one line."""
     from sglang_ssd.bridge.preflight import check_port, check_same_vocabulary, model_facts
 
     if serves_http:
         check_port(args)
     target = model_facts("--model-path", args.model_path, args.dtype, args.device, args.trust_remote_code)
     args.dtype = target.dtype
-    starts_draft = args.ssd_mode != "off" and args.ssd_draft_endpoint is None
+    starts_drafts = args.ssd_mode != "off" and args.ssd_draft_endpoint is None
+    num_drafts = (args.ssd_num_drafts or 1) if starts_drafts else 0
     draft = None
-    if starts_draft:
+    if starts_drafts:
         draft = model_facts(
             "--speculative-draft-model-path",
             args.speculative_draft_model_path,
@@ -59,28 +60,29 @@ def prepare(args: SSDServerArgs, serves_http: bool = True) -> list[str]:
             args.trust_remote_code,
         )
         check_same_vocabulary(target, draft)
-    draft_cores: list[int] = []
+    draft_cores: list[list[int]] = [[]] * num_drafts
     if args.device == "cpu":
-        cores = split_cores(args.ssd_target_cores, args.ssd_draft_cores, needs_draft=starts_draft)
+        cores = split_cores(args.ssd_target_cores, args.ssd_draft_cores, num_drafts)
         bind_target_ranks(cores.target, args.tp_size)
-        draft_cores = cores.draft
-        logger.info("cores: target %s, draft %s", cores.target, cores.draft or "none")
-        _size_pools(args, target, draft)
-    return _draft_arguments(args, draft_cores) if starts_draft else []
+        draft_cores = cores.drafts
+        logger.info("cores: target %s, drafts %s", cores.target, cores.drafts or "none")
+        _size_pools(args, target, draft, num_drafts)
+    return [_draft_arguments(args, cores) for cores in draft_cores]
 
 
-def _size_pools(args: SSDServerArgs, target, draft) -> None:
-    """Choose the KV pools of both processes where the user did not."""
+def _size_pools(args: SSDServerArgs, target, draft, num_drafts: int) -> None:
+    """Choose the KV pools of all processes where the user did not."""
     from sglang_ssd.bridge.memory import available_host_bytes, plan_pools
 
     if args.max_total_tokens is not None and (draft is None or args.ssd_draft_max_total_tokens is not None):
         return
     plan = plan_pools(
         available_bytes=available_host_bytes(),
-        weight_bytes=target.weight_bytes + (draft.weight_bytes if draft else 0),
+        weight_bytes=target.weight_bytes + (num_drafts * draft.weight_bytes if draft else 0),
         target_token_bytes=target.kv_token_bytes,
         draft_token_bytes=draft.kv_token_bytes if draft else 0,
         context_length=args.context_length or target.context_length,
+        num_drafts=num_drafts,
     )
     logger.info("%s", plan.describe())
     if args.max_total_tokens is None:
@@ -108,23 +110,23 @@ def _draft_arguments(args: SSDServerArgs, cores: list[int]) -> list[str]:
     return [*arguments, "--trust-remote-code"] if args.trust_remote_code else arguments
 
 
-#: The draft that this process started, and whether all is being stopped. Signal handlers need them, and SGLang pickles
+#: The drafts that this process started, and whether all is being stopped. Signal handlers need them, and SGLang pickles
 #: the one we give it.
-_draft: DraftProcess | None = None
+_drafts: list[DraftProcess] = []
 _is_stopping = False
 
 
-def serve(args: SSDServerArgs, draft_arguments: list[str]) -> int:
-    """Start the draft and the server, and serve until a signal. Returns the exit code."""
-    global _draft
+def serve(args: SSDServerArgs, draft_arguments: list[list[str]]) -> int:
+    """Start the drafts and the server, and serve until a signal. Returns the exit code."""
     from sglang_ssd.bridge.process import serve_http
     from sglang_ssd.plugin import register_algorithm, run_scheduler
 
     register_algorithm()
     if draft_arguments:
-        _draft = DraftProcess(draft_arguments)
-        args.ssd_draft_endpoint = _draft.endpoint
-        _draft.watch(_fail)
+        _drafts.extend(start_drafts(draft_arguments))
+        args.ssd_draft_endpoint = [draft.endpoint for draft in _drafts]
+        for draft in _drafts:
+            draft.watch(_fail)
     # SGLang's processes report a failure with SIGQUIT; its own handler would leave our draft and socket behind.
     args.custom_sigquit_handler = _on_sigquit
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -142,8 +144,8 @@ def _clean_up() -> None:
     _is_stopping = True
     from sglang_ssd.bridge.process import kill_children
 
-    if _draft is not None:
-        _draft.stop()
+    for draft in _drafts:
+        draft.stop()
     kill_children()
 
 

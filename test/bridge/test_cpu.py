@@ -135,14 +135,48 @@ def test_packed_linear_equals_linear_and_does_not_depend_on_rows(dtype, num_rows
 def test_cores():
     available = sorted(os.sched_getaffinity(0))
     assert parse_cores(f"{available[0]}", "--x") == available[:1]
-    assert split_cores(None, None).draft == available[-1:]
-    assert split_cores(None, None, needs_draft=False) == (available, [])
-    assert set(split_cores(None, str(available[0])).target).isdisjoint(available[:1]) or len(available) == 1
+    assert split_cores(None, None).drafts == [available[-1:]]
+    assert split_cores(None, None, num_drafts=0) == (available, [])
+    assert set(split_cores(None, [str(available[0])]).target).isdisjoint(available[:1]) or len(available) == 1
     assert rank_cores([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
     assert rank_cores([0], 2) == [[0], [0]]
     for text in ("a", "", "0-", "9999"):
         with pytest.raises(ValueError, match="^--x "):
             parse_cores(text, "--x")
+
+
+@pytest.mark.parametrize(
+    ("target", "drafts", "num_drafts", "expected"),
+    [
+        (None, None, 1, ([0, 1, 2, 3], [[4]])),
+        (None, None, 2, ([0, 1, 2], [[3], [4]])),
+        ("0-1", None, 3, ([0, 1], [[2], [3], [4]])),
+        (None, ["1-4"], 2, ([0], [[1, 2], [3, 4]])),
+        (None, ["4", "4"], 2, ([0, 1, 2, 3], [[4], [4]])),
+        ("0-4", ["0", "1-4"], 2, ([0, 1, 2, 3, 4], [[0], [1, 2, 3, 4]])),
+        (None, None, 5, "--ssd-num-drafts 5: 5 cores are too few"),
+        ("0-3", None, 2, "--ssd-num-drafts 2: 1 cores are too few"),
+        (None, ["4"], 2, "--ssd-draft-cores 4: 1 cores for 2 drafts"),
+        (None, ["1", "2"], 3, "--ssd-draft-cores 2: 2 lists for 3 drafts"),
+        (None, ["1", "2"], 1, "--ssd-draft-cores 2: 2 lists for 1 drafts"),
+        (None, ["1", "9"], 2, "--ssd-draft-cores 9: "),
+    ],
+)
+def test_cores_of_several_drafts(monkeypatch, target, drafts, num_drafts, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"^{expected}"):
+            split_cores(target, drafts, num_drafts)
+    else:
+        assert split_cores(target, drafts, num_drafts) == expected
+
+
+def test_every_draft_has_a_pool_for_all_requests():
+    facts = dict(
+        available_bytes=20 * GIB, target_token_bytes=28_672, draft_token_bytes=12_288, context_length=32_768
+    )
+    one, two = (plan_pools(**facts, weight_bytes=4 * GIB + n * GIB, num_drafts=n) for n in (1, 2))
+    assert two.draft_tokens == two.target_tokens * 5 // 4 and two.target_tokens <= one.target_tokens
 
 
 def test_pools_fit_and_say_so():

@@ -14,9 +14,12 @@ from sglang_ssd.bridge.server_args import (  # noqa: E402
     DEFAULT_LOOKAHEAD,
     LARGEST_FAN_OUT_BUDGET,
     LARGEST_LOOKAHEAD,
+    draft_addresses,
     parse_options,
     ssd_options,
 )
+from sglang_ssd.wire.curve import KEY_NAME, generate_keys  # noqa: E402
+from sglang_ssd.wire.messages import MAX_TOP_M  # noqa: E402
 
 
 def parsed(**options):
@@ -77,3 +80,89 @@ def test_bit_equality_is_checked_by_default_and_can_be_demanded_on_a_cpu_only():
     assert ssd_options(parsed(ssd_bit_equal="on")).bit_equal == "on"
     with pytest.raises(ValueError, match="^--ssd-bit-equal on: .* --device cuda"):
         parsed(ssd_bit_equal="on", device="cuda")
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def remote(**options):
+    return parse_options({"model_path": "target", "device": "cpu"} | options)
+
+
+def test_endpoints_are_one_or_several():
+    assert ssd_options(remote(ssd_draft_endpoint="ipc:///run/a")).draft_endpoints == ("ipc:///run/a",)
+    ends = ["ipc:///run/a", "tcp://127.0.0.1:5577"]
+    options = ssd_options(remote(ssd_draft_endpoint=ends))
+    assert options.draft_endpoints == tuple(ends)
+    assert options.drafts() == [(end, None) for end in ends]
+
+
+def test_the_command_line_repeats_options():
+    from sglang_ssd.bridge.server_args import parse_server_args
+
+    models = ["--model-path", "t", "--device", "cpu"]
+    ends = ["--ssd-draft-endpoint", "ipc:///run/a", "--ssd-draft-endpoint", "ipc:///run/b"]
+    assert ssd_options(parse_server_args([*models, *ends])).draft_endpoints == (
+        "ipc:///run/a",
+        "ipc:///run/b",
+    )
+
+
+def test_a_server_of_sglangs_own_launcher_names_its_drafts_in_the_environment(monkeypatch):
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path="dummy", device="cpu")
+    monkeypatch.delenv("SGLANG_SSD_DRAFT_ENDPOINT", raising=False)
+    assert ssd_options(args).draft_endpoints == ()
+    monkeypatch.setenv("SGLANG_SSD_DRAFT_ENDPOINT", "ipc:///run/a,ipc:///run/b")
+    assert ssd_options(args).draft_endpoints == ("ipc:///run/a", "ipc:///run/b")
+    assert ssd_options(args).round_timeout_ms is None
+
+
+def test_keys_belong_to_tcp_endpoints(tmp_path):
+    for name in ("server", "one", "two"):
+        generate_keys(str(tmp_path / name))
+    public = [str(tmp_path / name / f"{KEY_NAME}.key") for name in ("one", "two")]
+    secret = str(tmp_path / "server" / f"{KEY_NAME}.key_secret")
+    ends = ["ipc:///run/a", "tcp://10.0.0.1:5577", "tcp://127.0.0.1:5577"]
+    (_, local), (_, far), (_, near) = draft_addresses(ends, secret, public)
+    assert local is None and far.draft_public != near.draft_public and far.secret == near.secret
+    (_, local), (_, far), (_, near) = draft_addresses(ends, secret, public[:1])
+    assert local is None and far == near
+
+    def refusal(ends, secret, draft_keys) -> str:
+        with pytest.raises(ValueError) as caught:
+            remote(ssd_draft_endpoint=ends, ssd_curve_secret_key=secret, ssd_curve_draft_key=draft_keys)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert refusal(ends, None, None).startswith("--ssd-draft-endpoint tcp://10.0.0.1:5577: ")
+    assert refusal(ends, secret, None).startswith(f"--ssd-curve-secret-key {secret}: ")
+    assert refusal(ends, None, public).startswith(f"--ssd-curve-draft-key {public[0]}: ")
+    assert refusal(ends[:1], secret, public[:1]).startswith(f"--ssd-curve-secret-key {secret}: ")
+    assert refusal(ends, secret, [*public, public[0]]).startswith(
+        f"--ssd-curve-draft-key {public[0]}: 3 keys for 2"
+    )
+    assert refusal([*ends, ends[0]], secret, public).startswith(
+        f"--ssd-draft-endpoint {ends[0]}: given twice"
+    )
+    assert refusal(ends, public[0], public).startswith(f"--ssd-curve-secret-key {public[0]}: holds no secret")
+    assert refusal(ends, secret, ["/no/such", public[0]]).startswith("--ssd-curve-draft-key /no/such: ")
+    assert refusal(["ws://127.0.0.1:1"], None, None).startswith("--ssd-draft-endpoint ws://127.0.0.1:1: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "beginning"),
+    [
+        (dict(ssd_num_drafts=0), "--ssd-num-drafts 0: "),
+        (dict(ssd_num_drafts=2, ssd_draft_endpoint="ipc:///run/a"), "--ssd-num-drafts 2: "),
+        (dict(ssd_num_drafts=2, device="cuda"), "--ssd-num-drafts 2: on cuda "),
+        (dict(ssd_draft_top_m=MAX_TOP_M + 1), f"--ssd-draft-top-m {MAX_TOP_M + 1}: "),
+        (dict(ssd_round_timeout_ms=0.0), "--ssd-round-timeout-ms 0.0: "),
+        (dict(ssd_round_timeout_ms=float("nan")), "--ssd-round-timeout-ms nan: "),
+    ],
+)
+def test_what_cannot_work_is_named(options, beginning):
+    with pytest.raises(ValueError) as caught:
+        parsed(**options)
+    assert str(caught.value).startswith(beginning) and "\n" not in str(caught.value)

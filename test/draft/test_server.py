@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglang_ssd.algorithm.acceptance import Snapshot
 from sglang_ssd.algorithm.lookahead import Size
 from sglang_ssd.algorithm.ngram import LazyNGramIndex
+from sglang_ssd.draft import server as draft_server
 from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.server import PREFILL_CHUNK_TOKENS, DraftIdentity, DraftServer
 from sglang_ssd.wire.channel import MalformedFromPeer, Received
@@ -590,3 +591,57 @@ def test_a_verifier_that_waits_may_get_a_shorter_proposal_and_goes_on_from_it():
     run.say(Close([1], [0], "finished"))
     run.run()
     run.assert_all_free()
+
+
+# -- limits on what a verifier can make grow -------------------------------------------------------------------------
+
+
+def test_more_verifiers_than_a_draft_serves_are_refused(monkeypatch):
+    monkeypatch.setattr(draft_server, "MAX_VERIFIERS", 2)
+    run = Harness()
+    for peer in (b"second", b"third", b"second"):
+        run.say(hello(), peer)
+    run.run()
+    assert [type(message) for message in run.sent(b"second")] == [Welcome, Welcome], "again is no more"
+    (refused,) = run.sent(b"third")
+    assert isinstance(refused, Refuse) and "2 verifiers" in refused.reason
+    run.say(Refuse("the verifier leaves"), b"second")
+    run.say(hello(), b"third")
+    run.run()
+    assert isinstance(run.sent(b"third")[0], Welcome)
+
+
+def test_a_verifier_that_never_closes_its_requests_is_refused(monkeypatch):
+    """Denied requests are remembered too."""
+    monkeypatch.setattr(draft_server, "MAX_OPEN_REQUESTS", 12)
+    run = Harness()
+    run.open(1, [3, 1, 4])
+    run.say(hello(), b"other")
+    for request in range(13):
+        run.say(Open(request, 0, [1, 2]), b"other")
+    run.run()
+    welcome, refused = run.sent(b"other")
+    assert isinstance(refused, Refuse) and "12 requests" in refused.reason
+    assert run.server.stats().num_sessions == 1
+    run.outcome({1: (0, 7)})
+    run.run()
+    assert run.take([1]) and run.proposals[1]
+
+
+def test_a_flood_does_not_keep_the_draft_from_its_work(monkeypatch):
+    monkeypatch.setattr(draft_server, "MAX_MESSAGES_AT_ONCE", 8)
+    run = Harness()
+    run.open(1, [3, 1, 4])
+    run.run()
+    run.outcome({1: (0, 7)})
+    receive = run.channel.receive
+
+    def flooded(timeout_ms):
+        if len(run.channel.inbox) < 2:
+            run.channel.inbox.append(Received(b"flood", Ping(1)))
+        return receive(timeout_ms)
+
+    run.channel.receive = flooded
+    run.run()
+    assert len(run.server._deferred) <= 8
+    assert run.take([1]) and run.proposals[1]

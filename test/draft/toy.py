@@ -196,6 +196,7 @@ class ToyChannel:
         self.inbox: list = []
         self.sent: dict[bytes, list] = {}
         self.gone: set[bytes] = set()
+        self.num_refused = 0
 
     def receive(self, timeout_ms):
         if not self.inbox:

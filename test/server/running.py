@@ -93,10 +93,11 @@ class Server:
         left = left_behind(self.folder)
         assert (exit_code, left) == (0, []), f"exit code {exit_code}, left {left}\n{self.log_tail()}"
 
-    def draft_process(self) -> psutil.Process:
-        """The draft that this server started."""
+    def draft_process(self, endpoint: str | None = None) -> psutil.Process:
+        """The draft that this server started; the one that listens there, where it started several."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        (draft,) = [child for child in children if "sglang_ssd.launch_draft" in child.cmdline()]
+        drafts = [child for child in children if "sglang_ssd.launch_draft" in child.cmdline()]
+        (draft,) = [draft for draft in drafts if endpoint is None or endpoint in draft.cmdline()]
         return draft
 
     def log(self) -> str:
@@ -172,6 +173,33 @@ class Server:
         return {name: number for name, number in held.items() if number}
 
 
+class Draft:
+    """A draft that no server started, in its own namespace where a prefix for its command says so."""
+
+    def __init__(self, arguments: list[str], folder: Path, prefix: list[str] | None = None) -> None:
+        self.folder = folder
+        self.process = start(["sglang_ssd.launch_draft", *arguments], folder, prefix or [])
+
+    def wait_until_ready(self) -> None:
+        is_up = wait_for(
+            lambda: "listens on" in self.log() or self.process.poll() is not None, START_TIMEOUT_S
+        )
+        assert is_up is True and self.process.poll() is None, self.log()
+
+    def stop(self) -> None:
+        """Send SIGTERM. Raises AssertionError unless it ends with code 0 and leaves nothing behind."""
+        self.process.terminate()
+        try:
+            exit_code = self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        left = left_behind(self.folder)
+        assert (exit_code, left) == (0, []), f"exit code {exit_code}, left {left}\n{self.log()}"
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+
+
 def wait_for(condition: Callable[[], Any], timeout_s: float) -> Any:
     """Poll until ``condition`` returns True; its last value."""
     deadline = time.monotonic() + timeout_s
@@ -198,7 +226,7 @@ def run_to_end(command: list[str], folder: Path, timeout_s: float = 120.0) -> En
     return Ended(exit_code, (folder / "log").read_text(encoding="utf-8", errors="replace"), left)
 
 
-def start(command: list[str], folder: Path) -> subprocess.Popen:
+def start(command: list[str], folder: Path, prefix: list[str] | tuple[()] = ()) -> subprocess.Popen:
     """Start ``python -m`` a command with its output in ``folder/log`` and its temporary files in ``folder/tmp``."""
     (folder / "tmp").mkdir(parents=True)
     paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -206,7 +234,7 @@ def start(command: list[str], folder: Path) -> subprocess.Popen:
     environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [*prefix, sys.executable, "-m", *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

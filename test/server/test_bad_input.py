@@ -24,6 +24,10 @@ REFUSED_FLAGS = [
     (["--ssd-fan-out-budget", "-1"], "--ssd-fan-out-budget -1: "),
     (["--ssd-draft-cores", "4096"], "--ssd-draft-cores 4096: "),
     (["--ssd-target-cores", "first"], "--ssd-target-cores first: "),
+    (["--ssd-num-drafts", "2", "--ssd-draft-cores", "0"], "--ssd-draft-cores 0: "),
+    (["--ssd-num-drafts", "4096"], "--ssd-num-drafts 4096: "),
+    (["--ssd-draft-endpoint", "tcp://10.0.0.1:5577"], "--ssd-draft-endpoint tcp://10.0.0.1:5577: "),
+    (["--ssd-draft-endpoint", "/run/draft"], "--ssd-draft-endpoint /run/draft: "),
     (["--model-path", "/no/such/model"], "--model-path /no/such/model: "),
     (["--speculative-draft-model-path", "/no/such/draft"], "--speculative-draft-model-path /no/such/draft: "),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 
 import pytest
@@ -11,8 +12,9 @@ from draft.toy import VOCAB_SIZE, ToyRunner, continuation, patient_policy, ranks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from verifier.in_memory import DraftEnd, Line, client_on
+from verifier.in_memory import DraftEnd, Line, drafts_on
 
+from sglang_ssd.algorithm.round_limit import RoundLimit
 from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.draft.server import DraftIdentity, DraftServer
 from sglang_ssd.verifier.draft_client import (
@@ -23,8 +25,9 @@ from sglang_ssd.verifier.draft_client import (
     DraftUnreachable,
     RowOutcome,
 )
+from sglang_ssd.verifier.drafts import Drafts
 from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, VerifierSession
-from sglang_ssd.wire.channel import DraftChannel, RunDirectory
+from sglang_ssd.wire.channel import DraftChannel, LinkBroken, RunDirectory
 from sglang_ssd.wire.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -54,14 +57,15 @@ class Harness:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.line = Line()
-        self.client = client_on(self.line, HELLO, TIMEOUT_MS, patch)
+        self.drafts = drafts_on([self.line], HELLO, RoundLimit(TIMEOUT_MS), patch)
+        (self.client,) = self.drafts.clients
         self.line.say(welcome())
-        self.client.connect(timeout_s=1)
+        self.drafts.connect(timeout_s=1)
         assert self.line.heard() == [HELLO]
 
     def open(self, request: int, prompt: list[int] | None = None) -> VerifierSession:
         session = VerifierSession(RowKey(request, 0), object(), list(prompt or [request, 2, 3]))
-        self.client.open(session)
+        self.drafts.open(session)
         return session
 
     def outcomes(self, *rows: tuple[VerifierSession, int, int]) -> None:
@@ -69,7 +73,7 @@ class Harness:
         token."""
         for session, num_accepted, bonus_token in rows:
             session.tokens += [*range(10, 10 + num_accepted), bonus_token]
-        self.client.send_outcomes([RowOutcome(*row) for row in rows])
+        self.drafts.send_outcomes([RowOutcome(*row) for row in rows])
 
     def first_tokens(self, *sessions: VerifierSession) -> int:
         """Bonus token 7 for each; returns the ticket."""
@@ -85,7 +89,7 @@ class Harness:
 
     def waited_ms(self, sessions: list[VerifierSession]) -> tuple[list[ProposedRow], float]:
         started_s = self.line.now_s
-        proposals = self.client.collect(sessions)
+        proposals = self.drafts.collect(sessions)
         return proposals, (self.line.now_s - started_s) * 1e3
 
 
@@ -109,12 +113,13 @@ def directory():
 
 
 @contextlib.contextmanager
-def real_client(directory: RunDirectory):
-    client = DraftClient(directory.endpoint("draft"), HELLO, TIMEOUT_MS)
+def real_drafts(directory: RunDirectory):
+    limit = RoundLimit(TIMEOUT_MS)
+    drafts = Drafts([DraftClient(directory.endpoint("draft"), HELLO, limit)], limit)
     try:
-        yield client
+        yield drafts
     finally:
-        client.disconnect()
+        drafts.disconnect()
 
 
 @contextlib.contextmanager
@@ -137,30 +142,30 @@ def answering(directory: RunDirectory, answer):
 
 
 def test_handshake_over_a_socket(directory):
-    with answering(directory, welcome()) as received, real_client(directory) as client:
-        assert client.connect(timeout_s=5) == welcome()
-        assert received == [HELLO]
-        assert client.state == "alive" and client.num_sessions() == 0
+    with answering(directory, welcome()) as received, real_drafts(directory) as drafts:
+        drafts.connect(timeout_s=5)
+        assert drafts.clients[0].welcome == welcome() and received == [HELLO]
+        assert drafts.state == "alive" and drafts.num_sessions() == 0
 
 
 def test_a_draft_that_refuses_says_why(directory):
     with (
         answering(directory, Refuse("the tokenizers differ")),
-        real_client(directory) as client,
-        pytest.raises(DraftRefused, match="^the tokenizers differ$"),
+        real_drafts(directory) as drafts,
+        pytest.raises(DraftRefused, match="refuses: the tokenizers differ$"),
     ):
-        client.connect(timeout_s=5)
+        drafts.connect(timeout_s=5)
 
 
 def test_a_draft_that_is_not_there_is_named(directory):
-    with real_client(directory) as client, pytest.raises(DraftUnreachable) as caught:
-        client.connect(timeout_s=0.05)
+    with real_drafts(directory) as drafts, pytest.raises(DraftUnreachable) as caught:
+        drafts.connect(timeout_s=0.05)
     assert directory.endpoint("draft") in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_draft_that_keeps_talking_of_something_else_is_unreachable(monkeypatch):
     line = Line()
-    client = client_on(line, HELLO, TIMEOUT_MS, monkeypatch)
+    drafts = drafts_on([line], HELLO, RoundLimit(TIMEOUT_MS), monkeypatch)
 
     def talk() -> None:
         line.now_s += 0.1
@@ -168,47 +173,72 @@ def test_a_draft_that_keeps_talking_of_something_else_is_unreachable(monkeypatch
 
     line.when_waiting = talk
     with pytest.raises(DraftUnreachable):
-        client.connect(timeout_s=2)
+        drafts.connect(timeout_s=2)
     assert line.now_s == pytest.approx(1002, abs=0.2)
 
 
 def test_a_peer_of_another_protocol_is_refused(monkeypatch):
     line = Line()
-    client = client_on(line, HELLO, TIMEOUT_MS, monkeypatch)
+    drafts = drafts_on([line], HELLO, RoundLimit(TIMEOUT_MS), monkeypatch)
     line.to_verifier.append(b"SSH-2.0")
-    with pytest.raises(DraftRefused, match="ipc://in-memory speaks another protocol"):
-        client.connect(timeout_s=1)
+    with pytest.raises(DraftRefused, match="ipc://in-memory-0 speaks another protocol"):
+        drafts.connect(timeout_s=1)
 
 
 def test_an_endpoint_that_is_none_is_an_oserror():
     with pytest.raises(OSError, match="cannot connect to nowhere"):
-        DraftClient("nowhere", HELLO, TIMEOUT_MS)
+        DraftClient("nowhere", HELLO, RoundLimit(TIMEOUT_MS))
 
 
 def test_a_leaving_verifier_says_so(run):
-    run.client.disconnect()
+    run.drafts.disconnect()
     (message,) = run.line.heard()
     assert isinstance(message, Refuse) and run.line.is_closed
 
 
 def test_a_full_queue_of_a_real_socket_is_counted_and_nothing_raised(directory, monkeypatch):
     monkeypatch.setattr("sglang_ssd.wire.channel.QUEUE_LIMIT_MESSAGES", 4)
-    with real_client(directory) as client:
-        with contextlib.closing(DraftChannel(directory.endpoint("draft"))) as draft:
-            thread = threading.Thread(target=lambda: draft.send(draft.receive(5000).peer, welcome()))
-            thread.start()
-            client.connect(timeout_s=5)
-            thread.join()
+    with (
+        real_drafts(directory) as drafts,
+        contextlib.closing(DraftChannel(directory.endpoint("draft"))) as draft,
+    ):
+        thread = threading.Thread(target=lambda: draft.send(draft.receive(5000).peer, welcome()))
+        thread.start()
+        drafts.connect(timeout_s=5)
+        thread.join()
         session = VerifierSession(RowKey(1, 0), None, [1, 2])
-        client.open(session)
-        for _ in range(20):
+        drafts.open(session)
+        for _ in range(100_000):  # What the kernel holds comes on top of the queues.
             session.tokens.append(7)
-            client.send_outcomes([RowOutcome(session, 0, 7)])
-            client.tend()
-        assert client.counts.sends_refused > 0
-        assert client.collect([session]) == [NOTHING_PROPOSED]
-        client.close([session], "finished")
-        assert client.num_sessions() == 0
+            drafts.send_outcomes([RowOutcome(session, 0, 7)])
+            if drafts.counts.sends_refused:
+                break
+        drafts.tend()
+        assert drafts.counts.sends_refused > 0
+        assert drafts.collect([session]) == [NOTHING_PROPOSED]
+        drafts.close([session], "finished")
+        assert drafts.num_sessions() == 0
+
+
+def test_a_connection_that_breaks_is_known_at_once_and_made_again(directory):
+    """Nothing is waited for from a draft that was killed, and its successor is greeted."""
+    session = VerifierSession(RowKey(1, 0), None, [1, 2])
+    with real_drafts(directory) as drafts:
+        with answering(directory, welcome()):
+            drafts.connect(timeout_s=5)
+            drafts.open(session)
+            session.tokens.append(7)
+            drafts.send_outcomes([RowOutcome(session, 0, 7)])
+        drafts.limit = RoundLimit(60_000.0)
+        assert drafts.collect([session]) == [NOTHING_PROPOSED]
+        assert drafts.state == "degraded" and drafts.counts.timeouts == 0
+        with answering(directory, welcome("boot-2")) as received:
+            deadline_s = time.monotonic() + 30
+            while drafts.state != "alive" and time.monotonic() < deadline_s:
+                drafts.tend()
+                time.sleep(0.01)
+        assert received[0] in (HELLO, Open(1, 0, [1, 2])), "or what was on its way to its predecessor"
+        assert drafts.state == "alive" and drafts.clients[0].welcome.boot_id == "boot-2"
 
 
 # -- a draft that works ----------------------------------------------------------------------------------------------
@@ -226,7 +256,7 @@ def test_a_round(run):
     (question,) = run.line.heard()
     assert question == Round(question.ticket, [4], [0], [7], [2], [9])
     assert session.tokens == [1, 2, 3, 7, 10, 11, 9]
-    run.client.close([session], "finished")
+    run.drafts.close([session], "finished")
     assert run.line.heard() == [Close([4], [0], "finished")]
     assert run.client.num_sessions() == 0 and run.client.counts == type(run.client.counts)()
 
@@ -283,7 +313,7 @@ def test_collect_waits_for_its_own_sessions_only(run):
 def test_a_proposal_is_collected_once(run):
     (session,), ticket = run.opened(1)
     run.line.say(Proposal(ticket, [0], ["hit"], [[10]]))
-    assert run.client.collect([session]) == [hit(10)]
+    assert run.drafts.collect([session]) == [hit(10)]
     assert run.waited_ms([session]) == ([NOTHING_PROPOSED], 0)
 
 
@@ -296,11 +326,11 @@ def test_empty_proposals_of_every_source(run):
 
 
 def test_outcomes_of_strangers_and_of_nobody_are_not_sent(run):
-    run.client.send_outcomes([])
+    run.drafts.send_outcomes([])
     run.outcomes((VerifierSession(RowKey(1, 0), None, [1]), 0, 7))
-    run.client.close([], "finished")
+    run.drafts.close([], "finished")
     assert run.line.heard() == []
-    assert run.client.collect([]) == []
+    assert run.drafts.collect([]) == []
 
 
 def test_draft_stats_are_kept(run):
@@ -311,28 +341,28 @@ def test_draft_stats_are_kept(run):
 
 def test_draft_stats_are_asked_for_within_a_limit(run):
     run.line.when_waiting = lambda: run.line.say(Pong(1, DraftStats(hits=5)))
-    assert run.client.refresh_stats(timeout_s=0.1) == DraftStats(hits=5)
+    assert run.drafts.refresh_stats(timeout_s=0.1) == DraftStats(hits=5)
     assert [type(message) for message in run.line.heard()] == [Ping]
     run.line.when_waiting = lambda: None
     started_s = run.line.now_s
-    assert run.client.refresh_stats(timeout_s=0.1) == DraftStats(hits=5), "what it last said"
+    assert run.drafts.refresh_stats(timeout_s=0.1) == DraftStats(hits=5), "what it last said"
     assert run.line.now_s - started_s == pytest.approx(0.1)
     run.opened(1)
     run.line.say(Refuse("say Hello first"))
     run.client.tend()
     started_s = run.line.now_s
-    assert run.client.refresh_stats(timeout_s=0.1) == DraftStats(hits=5)
+    assert run.drafts.refresh_stats(timeout_s=0.1) == DraftStats(hits=5)
     assert run.line.now_s == started_s, "nobody is waited for who is not alive"
 
 
 def test_how_a_request_is_sampled_is_said_each_time_it_is_opened(run):
     law = SamplingLaw(temperature=0.9, seed=-(2**63))
     session = VerifierSession(RowKey(1, 0), None, [1, 2], law, draft_temperature=0.7)
-    run.client.open(session)
+    run.drafts.open(session)
     assert run.line.heard() == [Open(1, 0, [1, 2], 0.7, -(2**63))]
     session.is_held = False
     session.tokens.append(7)
-    run.client.send_outcomes([RowOutcome(session, 0, 7)], saguaro_c=0.25)
+    run.drafts.send_outcomes([RowOutcome(session, 0, 7)], saguaro_c=0.25)
     opened, question = run.line.heard()
     assert opened == Open(1, 0, [1, 2], 0.7, -(2**63))
     assert question == Round(question.ticket, [1], [0], [3], [0], [7], 0.25)
@@ -365,18 +395,18 @@ def test_a_late_row_costs_one_wait_and_its_answer_is_never_taken_for_a_newer_tic
 
 def test_a_late_row_of_a_ticket_that_another_session_waits_for(run):
     (session, other), late_ticket = run.opened(1, 2)
-    assert run.client.collect([session]) == [NOTHING_PROPOSED]
+    assert run.drafts.collect([session]) == [NOTHING_PROPOSED]
     ticket = run.first_tokens(session)
     run.line.say(
         Proposal(late_ticket, [0, 1], ["hit"] * 2, [[10], [20]]), Proposal(ticket, [0], ["hit"], [[11]])
     )
-    assert run.client.collect([session, other]) == [hit(11), hit(20)]
+    assert run.drafts.collect([session, other]) == [hit(11), hit(20)]
     assert run.client.counts.late_rows == 1
 
 
 def test_a_degraded_line_takes_what_is_already_there(run):
     (session,), _ = run.opened(1)
-    run.client.collect([session])
+    run.drafts.collect([session])
     ticket = run.first_tokens(session)
     run.line.say(Proposal(ticket, [0], ["hit"], [[10]]))
     assert run.waited_ms([session]) == ([hit(10)], 0)
@@ -390,7 +420,7 @@ def test_a_degraded_line_takes_what_is_already_there(run):
 )
 def test_any_word_makes_the_draft_alive_again(run, word):
     (session,), _ = run.opened(1)
-    run.client.collect([session])
+    run.drafts.collect([session])
     assert run.client.state == "degraded"
     run.line.say(word)
     run.client.tend()
@@ -408,14 +438,14 @@ def test_duplicate_and_unknown_tickets_are_counted(run):
         Proposal(ticket + 1, [0], ["hit"], [[1]]),
         Proposal(ticket, [1, 1], ["hit"] * 2, [[3]] * 2),
     )
-    assert run.client.collect([one, two]) == [hit(10), hit(20)]
+    assert run.drafts.collect([one, two]) == [hit(10), hit(20)]
     assert run.client.counts.late_rows == 5 and run.client.counts.malformed == 0
 
 
 def test_a_row_that_is_answered_twice_in_one_message(run):
     (session,), ticket = run.opened(1)
     run.line.say(Proposal(ticket, [0, 0], ["hit"] * 2, [[10], [11]]))
-    assert run.client.collect([session]) == [hit(10)]
+    assert run.drafts.collect([session]) == [hit(10)]
     assert run.client.counts.late_rows == 1
 
 
@@ -496,7 +526,7 @@ def test_sessions_are_opened_again_at_a_draft_that_was_restarted(run):
     assert question == Round(question.ticket, [1, 2], [0, 0], [8, 6], [0, 0], [5, 6])
     assert run.client.counts.reopened == 2
     run.line.say(Proposal(question.ticket, [0, 1], ["neural"] * 2, [[1], [2]]))
-    assert run.client.collect([one, two]) == [ProposedRow("neural", [1]), ProposedRow("neural", [2])]
+    assert run.drafts.collect([one, two]) == [ProposedRow("neural", [1]), ProposedRow("neural", [2])]
     run.outcomes((one, 0, 5))
     (question,) = run.line.heard()
     assert isinstance(question, Round), "opened again once"
@@ -505,7 +535,7 @@ def test_sessions_are_opened_again_at_a_draft_that_was_restarted(run):
 def test_accepted_tokens_are_part_of_what_is_opened_again(run):
     (session,), ticket = run.opened(1)
     run.line.say(Proposal(ticket, [0], ["hit"], [[10, 11]]))
-    run.client.collect([session])
+    run.drafts.collect([session])
     run.line.say(Refuse("say Hello first"), welcome("boot-2"))
     run.client.tend()
     run.line.heard()
@@ -550,7 +580,7 @@ def test_many_refusals_bring_one_greeting(run, caplog):
 def test_a_draft_that_was_replaced_by_one_that_does_not_fit(run, caplog):
     """It is greeted once a ping interval, nothing is waited for, and it does not count as alive."""
     (session,), _ = run.opened(1)
-    run.client.collect([session])
+    run.drafts.collect([session])
     heard = []
 
     def refuse() -> None:
@@ -591,7 +621,7 @@ def test_greetings_are_repeated_until_welcome(run):
 def test_an_unknown_row_is_opened_again(run):
     (one, two), ticket = run.opened(1, 2)
     run.line.say(Proposal(ticket, [0, 1], ["unknown", "hit"], [[], [20]]))
-    assert run.client.collect([one, two]) == [ProposedRow("unknown", []), hit(20)]
+    assert run.drafts.collect([one, two]) == [ProposedRow("unknown", []), hit(20)]
     run.outcomes((one, 0, 8), (two, 0, 9))
     opened, question = run.line.heard()
     assert opened == Open(1, 0, [1, 2, 3, 7])
@@ -631,7 +661,7 @@ def test_a_law_of_the_wrong_size_is_dropped_and_its_tokens_kept(run, token_ids, 
     (one, two), ticket = run.opened(1, 2)
     q_ids, q_probs = zip(law, LAW, strict=True)
     run.line.say(Proposal(ticket, [0, 1], ["hit"] * 2, [token_ids, [3, 4]], list(q_ids), list(q_probs)))
-    assert run.client.collect([one, two]) == [hit(*token_ids), ProposedRow("hit", [3, 4], *LAW)]
+    assert run.drafts.collect([one, two]) == [hit(*token_ids), ProposedRow("hit", [3, 4], *LAW)]
     assert run.client.counts.malformed == 1 and one.is_held
 
 
@@ -642,7 +672,7 @@ def test_laws_of_some_rows(run):
     run.line.say(
         Proposal(ticket, [2, 0, 1], ["hit"] * 3, [[], [3, 4], [5]], list(q_ids), list(q_probs)),
     )
-    proposals = run.client.collect([one, two, three])
+    proposals = run.drafts.collect([one, two, three])
     assert proposals == [ProposedRow("hit", [3, 4], *LAW), ProposedRow("hit", [5], *widest), hit()]
     assert run.client.counts.malformed == 0
 
@@ -657,7 +687,7 @@ def test_a_row_out_of_range_is_counted(run, row):
 
 def test_nonsense_is_counted_and_is_no_sign_of_life(run):
     (session,), ticket = run.opened(1)
-    run.client.collect([session])
+    run.drafts.collect([session])
     assert run.client.state == "degraded"
     run.line.to_verifier.extend([b"nonsense", b"", b"\x92\xa4Ping\x01"])
     run.client.tend()
@@ -686,7 +716,7 @@ def test_a_draft_that_never_stops_talking_holds_nobody(run, frame):
 
 def test_a_full_queue_costs_proposals_only(run):
     (session,), _ = run.opened(1)
-    run.client.collect([session])
+    run.drafts.collect([session])
     run.line.is_full = True
     run.outcomes((session, 0, 8))
     assert run.client.counts.sends_refused == 1
@@ -705,9 +735,9 @@ def test_a_full_queue_costs_proposals_only(run):
 def test_a_close_that_was_lost_makes_the_draft_forget_everything(run):
     """It would hold the session for as long as this verifier lives."""
     (one, two), _ = run.opened(1, 2)
-    run.client.collect([one, two])
+    run.drafts.collect([one, two])
     run.line.is_full = True
-    run.client.close([one], "finished")
+    run.drafts.close([one], "finished")
     assert run.client.num_sessions() == 1 and run.client.counts.sends_refused == 1
     run.line.is_full = False
     run.line.now_s += PING_INTERVAL_S
@@ -726,7 +756,7 @@ def test_a_close_that_was_lost_makes_the_draft_forget_everything(run):
 
 def test_close_names_its_sessions_and_forgets_them(run):
     (one, two, three), ticket = run.opened(1, 2, 3)
-    run.client.close(iter([one, three]), "aborted")
+    run.drafts.close(iter([one, three]), "aborted")
     assert run.line.heard() == [Close([1, 3], [0, 0], "aborted")]
     assert run.client.num_sessions() == 1
     run.line.say(Proposal(ticket, [0, 1, 2], ["hit"] * 3, [[10], [20], [30]]))
@@ -738,13 +768,13 @@ def test_close_names_its_sessions_and_forgets_them(run):
 
 def test_a_generation_follows_another(run):
     (old,), ticket = run.opened(1)
-    run.client.close([old], "retracted")
+    run.drafts.close([old], "retracted")
     new = VerifierSession(RowKey(1, 1), old.request, [1, 2, 3, 7])
-    run.client.open(new)
+    run.drafts.open(new)
     assert run.line.heard() == [Close([1], [0], "retracted"), Open(1, 1, [1, 2, 3, 7])]
     newer_ticket = run.first_tokens(new)
     run.line.say(Proposal(ticket, [0], ["hit"], [[10]]), Proposal(newer_ticket, [0], ["hit"], [[11]]))
-    assert run.client.collect([new]) == [hit(11)]
+    assert run.drafts.collect([new]) == [hit(11)]
 
 
 def test_tickets_of_a_silent_draft_do_not_pile_up(run):
@@ -753,9 +783,9 @@ def test_tickets_of_a_silent_draft_do_not_pile_up(run):
         for session in sessions[: 1 + turn % 4]:
             run.outcomes((session, 0, 7))
         if turn % 3 == 0:
-            run.client.collect(sessions)
+            run.drafts.collect(sessions)
         assert len(run.client._tickets) <= len(sessions)
-    run.client.close(sessions, "finished")
+    run.drafts.close(sessions, "finished")
     assert run.client._tickets == {}, "or closed requests stay in memory"
     assert run.client.num_sessions() == 0
 
@@ -774,12 +804,13 @@ class Pair(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.line = Line()
         self.line.when_waiting = lambda: self.draft_works(self.turns_per_wait)
-        self.client = client_on(self.line, HELLO, TIMEOUT_MS, self.patch)
+        self.drafts = drafts_on([self.line], HELLO, RoundLimit(TIMEOUT_MS), self.patch)
+        (self.client,) = self.drafts.clients
         self.turns_per_wait = 4
         self.sessions: list[VerifierSession] = []
         self.num_requests = 0
         self.start_draft()
-        self.client.connect(timeout_s=1)
+        self.drafts.connect(timeout_s=1)
 
     def start_draft(self) -> None:
         self.runner = ToyRunner(self.num_rows, self.num_slots)
@@ -791,22 +822,22 @@ class Pair(RuleBasedStateMachine):
         """A request is prefilled; its first token is the draft's candidate of this rank."""
         session = VerifierSession(key, None, list(tokens))
         self.sessions.append(session)
-        self.client.open(session)
+        self.drafts.open(session)
         self.draft_works(num_turns)
         bonus_token = ranks_after(session.tokens, rank + 1)[rank]
         session.tokens.append(bonus_token)
-        self.client.send_outcomes([RowOutcome(session, 0, bonus_token)])
+        self.drafts.send_outcomes([RowOutcome(session, 0, bonus_token)])
 
     def leave(self, sessions: list[VerifierSession], reason: str) -> None:
         self.sessions = [session for session in self.sessions if session not in sessions]
-        self.client.close(sessions, reason)
+        self.drafts.close(sessions, reason)
 
     def verify(
         self, sessions: list[VerifierSession], accepts: list[int], ranks: list[int]
     ) -> list[ProposedRow]:
         """One round: the row's first tokens are accepted, and the bonus token is the draft's candidate of this rank
         that differs from the rejected one."""
-        proposals = self.client.collect(sessions)
+        proposals = self.drafts.collect(sessions)
         outcomes = []
         for session, proposal, num_accepted, rank in zip(sessions, proposals, accepts, ranks, strict=True):
             if proposal.token_ids:
@@ -821,7 +852,7 @@ class Pair(RuleBasedStateMachine):
             candidates = [token for token in ranks_after(session.tokens, rank + 2) if token not in rejected]
             session.tokens.append(candidates[rank])
             outcomes.append(RowOutcome(session, num_accepted, candidates[rank]))
-        self.client.send_outcomes(outcomes)
+        self.drafts.send_outcomes(outcomes)
         return proposals
 
     # -- what requests do --------------------------------------------------------------------------------------------
@@ -896,7 +927,7 @@ class Pair(RuleBasedStateMachine):
     def the_connection_breaks(self, num_arrived):
         self.line.to_draft = deque(list(self.line.to_draft)[:num_arrived])
         self.line.to_verifier.clear()
-        self.line.say(Refuse("the connection broke and was made again"))
+        self.line.to_verifier.append(LinkBroken("the connection broke"))
 
     @rule(is_queue_kept=st.booleans(), is_noticed=st.booleans())
     def the_draft_is_started_again(self, is_queue_kept, is_noticed):
@@ -904,7 +935,7 @@ class Pair(RuleBasedStateMachine):
             self.line.to_draft.clear()
         self.start_draft()
         if is_noticed:
-            self.line.say(Refuse("the connection broke and was made again"))
+            self.line.to_verifier.append(LinkBroken("the connection broke"))
 
     @invariant()
     def the_client_holds_what_is_open(self):

@@ -16,14 +16,15 @@ import zmq
 from sglang_ssd.wire.channel import (
     MAX_MESSAGE_BYTES,
     DraftChannel,
+    LinkBroken,
     MalformedFromPeer,
     RunDirectory,
     VerifierChannel,
 )
-from sglang_ssd.wire.messages import MalformedMessage, Open, Ping, Refuse, Round
+from sglang_ssd.wire.messages import MalformedMessage, Open, Ping, Refuse, Round, decode_to_draft
 
 #: Only a failing test waits so long.
-PATIENCE_MS = 5000
+PATIENCE_MS = 20_000
 
 
 @pytest.fixture
@@ -139,30 +140,101 @@ def test_malformed_messages_name_their_peer_and_harm_nobody(draft):
             with pytest.raises(MalformedFromPeer) as caught:
                 draft.receive(PATIENCE_MS)
             draft.send(caught.value.peer, Refuse(str(caught.value)))
-        vandal.poll(PATIENCE_MS)
-        assert vandal.recv() == b"", "a connection starts with an empty frame"
+        assert vandal.poll(PATIENCE_MS)
         assert b"nonsense" not in vandal.recv()
         verifier.send(Ping(1))
         assert draft.receive(PATIENCE_MS).message == Ping(1)
 
 
-def test_an_over_size_frame_drops_its_sender_only(draft):
-    with verifier_of(draft) as verifier, raw_dealer(draft.endpoint) as giant:
-        giant.setsockopt(zmq.RECONNECT_IVL, -1)
+def test_an_over_size_frame_drops_its_sender_only(draft, caplog):
+    """Whether it said something before, or not: refused, counted and logged, and another verifier goes on."""
+    with (
+        verifier_of(draft) as verifier,
+        raw_dealer(draft.endpoint) as giant,
+        raw_dealer(draft.endpoint) as mute,
+    ):
         verifier.send(Ping(1))
         giant.send(b"\x92\xa4Ping\x02")
         peers = {r.message.nonce: r.peer for r in (draft.receive(PATIENCE_MS), draft.receive(PATIENCE_MS))}
         giant.send(b"x" * (MAX_MESSAGE_BYTES + 1))
-        deadline = time.monotonic() + PATIENCE_MS / 1e3
-        while draft.send(peers[2], Ping(3)):
-            assert time.monotonic() < deadline, "the sender of an over-size frame is still connected"
-            time.sleep(0.01)
-        assert draft.receive(0) is None, "nothing of the frame arrives"
+        gone = draft.receive(PATIENCE_MS)
+        assert gone.peer == peers[2] and isinstance(gone.message, Refuse), "nothing of the frame arrives"
+        assert draft.num_refused == 0
+        mute.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+        assert until(lambda: draft.num_refused == 1, draft)
+        assert f"more than {MAX_MESSAGE_BYTES} bytes" in caplog.text
         verifier.send(Ping(4))
         received = draft.receive(PATIENCE_MS)
         assert received.message == Ping(4) and received.peer == peers[1]
         assert draft.send(peers[1], Ping(5))
-        assert verifier.receive(PATIENCE_MS) == Ping(5)
+        assert until_received(verifier, Ping(5))
+
+
+def announce_a_frame(port: int, num_bytes: int) -> socket.socket:
+    """A peer that speaks ZMTP 3.0 by hand, and says how much it is about to send."""
+    peer = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_MS / 1e3)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    socket_type = b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    ready = b"\x05READY" + socket_type
+    peer.sendall(greeting)
+    assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
+    peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    assert b"READY" in peer.recv(43, socket.MSG_WAITALL)
+    peer.sendall(b"\x02" + num_bytes.to_bytes(8, "big"))
+    return peer
+
+
+def test_a_gigabyte_is_refused_before_it_is_sent(caplog):
+    with contextlib.closing(DraftChannel("tcp://127.0.0.1:0")) as draft, verifier_of(draft) as verifier:
+        verifier.send(Ping(1))
+        assert draft.receive(PATIENCE_MS).message == Ping(1)
+        port = int(draft.endpoint.rpartition(":")[2])
+        with contextlib.closing(announce_a_frame(port, 1 << 30)) as giant:
+            assert giant.recv(1) == b"", "disconnected"
+        assert until(lambda: draft.num_refused == 1, draft)
+        assert "bytes, and was disconnected" in caplog.text
+        with contextlib.closing(announce_a_frame(port, 1000)) as modest:
+            modest.sendall(b"x" * 1000)
+            with pytest.raises(MalformedFromPeer):
+                draft.receive(PATIENCE_MS)
+        verifier.send(Ping(2))
+        assert until_received_from(draft, Ping(2))
+
+
+def until_received_from(draft: DraftChannel, message) -> bool:
+    """Whether this comes after the end of other connections."""
+    while (received := draft.receive(PATIENCE_MS)) and isinstance(received.message, Refuse):
+        pass
+    return received is not None and received.message == message
+
+
+def until_received(verifier: VerifierChannel, message) -> bool:
+    """Whether this comes after pings of the draft's."""
+    while (received := verifier.receive(PATIENCE_MS)) == Ping(0):
+        pass
+    return received == message
+
+
+def test_a_message_that_no_peer_would_take_is_not_sent(draft):
+    too_large = Open(1, 0, [1 << 20] * (MAX_MESSAGE_BYTES // 5 + 1))
+    with verifier_of(draft) as verifier:
+        assert not verifier.send(too_large)
+        verifier.send(Ping(1))
+        peer = draft.receive(PATIENCE_MS).peer
+        assert not draft.send(peer, Refuse("x" * MAX_MESSAGE_BYTES))
+        assert draft.send(peer, Ping(2)) and verifier.receive(PATIENCE_MS) == Ping(2)
+
+
+def test_a_draft_of_short_context_takes_small_messages_only(directory):
+    with (
+        contextlib.closing(DraftChannel(directory.endpoint("draft"), max_message_bytes=1000)) as draft,
+        raw_dealer(directory.endpoint("draft")) as peer,
+    ):
+        peer.send(b"x" * 1000)
+        with pytest.raises(MalformedFromPeer):
+            draft.receive(PATIENCE_MS)
+        peer.send(b"x" * 1001)
+        assert isinstance(draft.receive(PATIENCE_MS).message, Refuse)
 
 
 def test_a_draft_that_sends_nonsense_raises_malformed_only(directory):
@@ -182,6 +254,26 @@ def test_a_draft_that_sends_nonsense_raises_malformed_only(directory):
             with pytest.raises(MalformedMessage, match="no message of protocol"):
                 verifier.receive(PATIENCE_MS)
         assert verifier.receive(0) is None
+
+
+def test_a_draft_that_breaks_zeromqs_own_protocol_is_connected_to_again(directory):
+    """ZeroMQ alone would give up its endpoint for ever."""
+    with (
+        contextlib.closing(VerifierChannel(directory.endpoint("draft"))) as verifier,
+        zmq.Context() as context,
+    ):
+        for nonce in range(2):
+            with context.socket(zmq.ROUTER) as router:
+                router.setsockopt(zmq.LINGER, 0)
+                router.bind(directory.endpoint("draft"))
+                assert until(lambda: verifier.is_connected, verifier)
+                verifier.send(Ping(nonce))
+                assert router.poll(PATIENCE_MS)
+                peer, frame = router.recv_multipart()
+                assert decode_to_draft(frame) == Ping(nonce)
+                router.send_multipart([peer, b"x" * (MAX_MESSAGE_BYTES + 1)])
+                assert hears_that_it_broke(verifier)
+            assert until(lambda: not verifier.is_connected, verifier), "to the one that ended in the meantime"
 
 
 # -- connections that break ------------------------------------------------------------------------------------------
@@ -227,14 +319,18 @@ class Proxy:
                 end.close()
 
 
-def receive_from_listening(draft: DraftChannel, verifier: VerifierChannel):
-    """What the verifier receives next while the draft waits for messages, as its loop does; none may come."""
+def until(condition, *channels) -> bool:
+    """Whether ``condition`` comes true while these channels are listened to, as their loops do."""
     deadline = time.monotonic() + PATIENCE_MS / 1e3
-    while time.monotonic() < deadline:
-        assert draft.receive(0) is None
-        if message := verifier.receive(10):
-            return message
-    return None
+    while not (holds := condition()) and time.monotonic() < deadline:
+        for channel in channels:
+            channel.receive(10)
+    return holds
+
+
+def hears_that_it_broke(verifier: VerifierChannel) -> bool:
+    """The next that the verifier receives; the connection is not made again yet."""
+    return isinstance(verifier.receive(PATIENCE_MS), LinkBroken) and not verifier.is_connected
 
 
 def test_a_connection_that_breaks_is_made_again_and_says_so():
@@ -249,7 +345,7 @@ def test_a_connection_that_breaks_is_made_again_and_says_so():
         assert verifier.receive(PATIENCE_MS) == Ping(2)
         for _ in range(2):
             proxy.break_near_side()
-            assert isinstance(receive_from_listening(draft, verifier), Refuse)
+            assert hears_that_it_broke(verifier)
             verifier.send(Ping(3))
             received = draft.receive(PATIENCE_MS)
             assert received.message == Ping(3) and received.peer == peer
@@ -261,12 +357,28 @@ def test_a_draft_that_is_started_again_is_noticed_without_asking(directory):
     with contextlib.closing(VerifierChannel(directory.endpoint("draft"))) as verifier:
         for is_first in (True, False, False):
             with contextlib.closing(DraftChannel(directory.endpoint("draft"))) as draft:
+                assert until(lambda: verifier.is_connected, verifier)
                 if is_first:
                     verifier.send(Ping(1))
                     draft.send(draft.receive(PATIENCE_MS).peer, Ping(2))
                     assert verifier.receive(PATIENCE_MS) == Ping(2)
-                else:
-                    assert isinstance(receive_from_listening(draft, verifier), Refuse)
+            assert hears_that_it_broke(verifier)
+
+
+def test_a_verifier_that_is_gone_reads_as_its_refuse(draft):
+    """However it ended: what the draft holds for it is free at once. Others hear a ping at most."""
+    with verifier_of(draft) as other:
+        other.send(Ping(1))
+        assert draft.receive(PATIENCE_MS).message == Ping(1)
+        with verifier_of(draft) as verifier:
+            verifier.send(Ping(2))
+            verifier.send(Ping(3))
+            peer = draft.receive(PATIENCE_MS).peer
+        assert draft.receive(PATIENCE_MS) == (peer, Ping(3)), "what it sent comes first"
+        gone = draft.receive(PATIENCE_MS)
+        assert gone.peer == peer and isinstance(gone.message, Refuse)
+        assert draft.receive(0) is None and draft.num_refused == 0
+        assert other.receive(100) in (None, Ping(0)) and other.receive(0) is None
 
 
 # -- endpoints and files ---------------------------------------------------------------------------------------------

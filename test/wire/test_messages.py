@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from types import NoneType, UnionType
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ssd.wire.channel import MAX_MESSAGE_BYTES
 from sglang_ssd.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_OPEN_REQUESTS,
     PROTOCOL_VERSION,
     Close,
     DraftStats,
@@ -30,6 +31,7 @@ from sglang_ssd.wire.messages import (
     decode_to_draft,
     decode_to_verifier,
     encode,
+    largest_to_draft,
     why_incompatible,
 )
 
@@ -39,15 +41,21 @@ both_directions = pytest.mark.parametrize("decode", DECODERS)
 
 def values(hint, num_items: int | None = None) -> st.SearchStrategy:
     """Any value of a field; a list has ``num_items``."""
+    limits = {}
+    if get_origin(hint) is Annotated:
+        hint, meta = get_args(hint)
+        limits = {"min_value": meta.ge, "max_value": meta.le}
+        if hint is str:
+            return st.text(st.characters(exclude_categories=["C"]), max_size=20)
     if hint is int:
-        return st.integers(-(2**63), 2**64 - 1)
+        return st.integers(**{"min_value": -(2**63), "max_value": 2**64 - 1} | given_only(limits))
     if hint is float:
-        return st.floats(allow_nan=False)
+        return st.floats(**{"allow_nan": False, **given_only(limits)})
     if hint is str:
         return st.text(max_size=20)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    if isinstance(hint, UnionType):
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
         return st.one_of(*(values(option) for option in get_args(hint)))
     if hint is NoneType:
         return st.none()
@@ -59,13 +67,16 @@ def values(hint, num_items: int | None = None) -> st.SearchStrategy:
     return messages(hint)
 
 
+def given_only(limits: dict) -> dict:
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
 def messages(struct: type) -> st.SearchStrategy:
     """Any instance of a message type, its parallel lists of equal lengths."""
 
     def of_size(num_rows: int) -> st.SearchStrategy:
-        return st.builds(
-            struct, **{name: values(hint, num_rows) for name, hint in get_type_hints(struct).items()}
-        )
+        hints = get_type_hints(struct, include_extras=True)
+        return st.builds(struct, **{name: values(hint, num_rows) for name, hint in hints.items()})
 
     return st.integers(0, 4).flatmap(of_size)
 
@@ -203,6 +214,57 @@ def test_extra_fields_and_unknown_tags_are_malformed(decode, data):
 def test_parallel_lists_of_unequal_lengths_are_malformed(decode, message):
     with pytest.raises(MalformedMessage, match="unequal lengths"):
         decode(encode(message))
+
+
+def pong(**estimates) -> Pong:
+    return Pong(1, DraftStats(), estimates)
+
+
+@pytest.mark.parametrize(
+    ("legal", "illegal"),
+    [
+        (Refuse("x" * 2048), Refuse("x" * 2049)),
+        (Refuse("what was said"), Refuse("what\nwas said")),
+        (Refuse(""), Refuse("\x1b[2J")),
+        (pong(**{f"n{i}": 1.0 for i in range(64)}), pong(**{f"n{i}": 1.0 for i in range(65)})),
+        (pong(x=[1.0] * 65), pong(x=[1.0] * 66)),
+        (pong(x={i: 1.0 for i in range(256)}), pong(x={i: 1.0 for i in range(257)})),
+        (pong(**{"x" * 512: 1.0}), pong(**{"x" * 513: 1.0})),
+        (Welcome(3, "d" * 512, 9, 9, 1, 9, "b"), Welcome(3, "d" * 513, 9, 9, 1, 9, "b")),
+        (Welcome(3, "d", 9, 9, 1, 9, "b"), Welcome(3, "d", 9, 9, 0, 9, "b")),
+        (Open(1, 0, [1], 0.0, 2**63 - 1), Open(1, 0, [1], 0.0, 2**63)),
+        (Round(1, [1], [1], [1], [64], [1]), Round(1, [1], [1], [1], [65], [1])),
+        (Open(1, 0, [1], 0.0), Open(1, 0, [1], -0.1)),
+        (Open(1, 0, [1], 1.0), Open(1, 0, [1], float("nan"))),
+        (Round(1, [], [], [], [], [], 1.0, 5.0), Round(1, [], [], [], [], [], 1.0, float("nan"))),
+        (Hello(3, 9, "f", 1, 1, 9, "t" * 512), Hello(3, 9, "f", 1, 1, 9, "t" * 513)),
+    ],
+)
+def test_what_a_peer_can_make_grow_has_a_limit(legal, illegal):
+    decode = decode_to_draft if isinstance(legal, (Open, Round, Hello)) else decode_to_verifier
+    assert decode(encode(legal)) == legal
+    with pytest.raises(MalformedMessage) as caught:
+        decode(encode(illegal))
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
+def test_a_reason_that_quotes_the_peer_can_be_sent_back():
+    """A Refuse quotes what was malformed, and must be legal itself, however long or odd that was."""
+    for tag in ("x" * 100_000, "\n\r\x00\x1b" * 100, "'\"" * 100, "\u2028\ud7ff" * 10_000):
+        with pytest.raises(MalformedMessage) as caught:
+            decode_to_draft(msgspec.msgpack.encode([tag]))
+        assert decode_to_verifier(encode(Refuse(str(caught.value)))) == Refuse(str(caught.value))
+
+
+def test_the_largest_legal_messages_fit_their_limit():
+    prompt = Open(10**9, 9, [2**31] * 32_768, 0.7, -(2**63))
+    rows = list(range(2**31, 2**31 + MAX_OPEN_REQUESTS))
+    for message, context_length in (
+        (prompt, 32_768),
+        (Round(10**9, rows, rows, rows, [64] * len(rows), rows, 0.3, 1e3), 1),
+    ):
+        assert len(encode(message)) <= largest_to_draft(context_length)
+    assert largest_to_draft(10**9) == MAX_MESSAGE_BYTES
 
 
 ARRAY_OF_4G = b"\xdd\xff\xff\xff\xff"

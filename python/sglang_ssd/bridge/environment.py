@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 #: Shown by SGLang on hosts without CUDA; decides its CPU engine at import (seam: srt/utils/common.py, is_cpu).
@@ -16,10 +17,11 @@ _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class Cores(NamedTuple):
-    """Core ids of target and draft. They overlap only where the user asked for it or the machine has one core."""
+    """Core ids of the target and of each draft. They overlap only where the user asked for it or the machine has one
+    core."""
 
     target: list[int]
-    draft: list[int]
+    drafts: list[list[int]]
 
 
 def detect_device() -> str:
@@ -66,22 +68,47 @@ def parse_cores(text: str, option: str) -> list[int]:
     return sorted(set(cores))
 
 
-def split_cores(target_cores: str | None, draft_cores: str | None, needs_draft: bool = True) -> Cores:
-    """Who runs where on a CPU. By default the last core goes to the draft and all others to the target.
+def split_cores(target_cores: str | None, draft_cores: Sequence[str] | None, num_drafts: int = 1) -> Cores:
+    """Who runs where on a CPU. By default the last cores go to the drafts, one each, and all others to the target.
 
-    Naming one side leaves the rest to the other; naming both is taken as it is, so that they may share cores.
+    Naming one side leaves the rest to the other; naming both is taken as it is, so that they may share cores. One list
+    for several drafts is split among them, and a list for each is taken as it is. Raises ValueError in one line where
+    the cores do not suffice.
     """
     available = sorted(os.sched_getaffinity(0))
-    draft = parse_cores(draft_cores, "--ssd-draft-cores") if draft_cores else None
     target = parse_cores(target_cores, "--ssd-target-cores") if target_cores else None
-    if not needs_draft:
+    if not num_drafts:
         return Cores(target or available, [])
-    if draft is None:
-        rest = [core for core in available if core not in (target or [])]
-        draft = (rest or available)[-1:]
+    if draft_cores:
+        drafts = _cores_of_drafts(draft_cores, num_drafts)
+    else:
+        rest = [core for core in available if core not in (target or [])] or available
+        if num_drafts > 1 and len(rest) < num_drafts + (target is None):
+            raise ValueError(
+                f"--ssd-num-drafts {num_drafts}: {len(rest)} cores are too few for target and drafts; --ssd-draft-cores, "
+                "once for each draft, lets them share cores"
+            )
+        drafts = [[core] for core in rest[-num_drafts:]]
     if target is None:
-        target = [core for core in available if core not in draft] or available
-    return Cores(target, draft)
+        taken = {core for cores in drafts for core in cores}
+        target = [core for core in available if core not in taken] or available
+    return Cores(target, drafts)
+
+
+def _cores_of_drafts(lists: Sequence[str], num_drafts: int) -> list[list[int]]:
+    cores = [parse_cores(text, "--ssd-draft-cores") for text in lists]
+    if len(cores) == num_drafts:
+        return cores
+    if len(cores) > 1:
+        raise ValueError(
+            f"--ssd-draft-cores {lists[-1]}: {len(cores)} lists for {num_drafts} drafts; give one, or one for each"
+        )
+    if len(cores[0]) < num_drafts:
+        raise ValueError(
+            f"--ssd-draft-cores {lists[0]}: {len(cores[0])} cores for {num_drafts} drafts; given once for each draft, the "
+            "lists may overlap"
+        )
+    return rank_cores(cores[0], num_drafts)
 
 
 def rank_cores(cores: list[int], num_ranks: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ _PROCESS_BYTES = 4 << 30
 
 
 class MemoryPlan(NamedTuple):
-    """Tokens of each pool and what they stand on, in bytes."""
+    """Tokens of each pool and what they stand on, in bytes; of one draft."""
 
     target_tokens: int
     draft_tokens: int
@@ -39,15 +39,17 @@ def plan_pools(
     target_token_bytes: int,
     draft_token_bytes: int,
     context_length: int,
+    num_drafts: int = 1,
 ) -> MemoryPlan:
-    """Choose both pools so that weights, pools and page cache fit.
+    """Choose all pools so that weights, pools and page cache fit.
 
     The pools hold equally many tokens plus a quarter more on the draft's side, whose branches need slots too.
+    Every draft has room for all requests, since it may have to take over those of the others.
     ``target_token_bytes`` and ``draft_token_bytes`` are KV bytes a token; ``draft_token_bytes`` 0 means no draft.
     Raises ValueError in one line when not even one request of a tenth of the context fits.
     """
     spare = available_bytes - weight_bytes - _PROCESS_BYTES
-    token_bytes = target_token_bytes + draft_token_bytes * 5 // 4
+    token_bytes = target_token_bytes + num_drafts * draft_token_bytes * 5 // 4
     tokens = min(_MAX_POOL_TOKENS, int(spare * _POOL_SHARE) // token_bytes)
     if tokens < max(64, context_length // 10):
         raise ValueError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_ssd.algorithm.saguaro import SCALES
 from sglang_ssd.bridge.environment import detect_device
 from sglang_ssd.bridge.speculative import ALGORITHM_NAME
+from sglang_ssd.wire.curve import VerifierKeys, load_verifier_keys, why_refused
+from sglang_ssd.wire.messages import MAX_TOP_M
 
 MODES = ("async", "sync", "off")
 FAN_OUTS = ("measured", "geometric", "uniform")
@@ -44,9 +47,12 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
     ssd_adapts_budget: bool = False
     ssd_fan_out: str = "measured"
     ssd_fallback: str = "neural"
-    ssd_draft_endpoint: str | None = None
+    ssd_draft_endpoint: list[str] | None = None
+    ssd_num_drafts: int | None = None
+    ssd_curve_secret_key: str | None = None
+    ssd_curve_draft_key: list[str] | None = None
     ssd_target_cores: str | None = None
-    ssd_draft_cores: str | None = None
+    ssd_draft_cores: list[str] | None = None
     ssd_draft_dtype: str = "auto"
     ssd_sampling: str = "shared-noise"
     ssd_saguaro_c: str = "1.0"
@@ -55,7 +61,7 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
     ssd_draft_attention_backend: str | None = None
     ssd_draft_max_total_tokens: int | None = None
     ssd_draft_max_sessions: int = 64
-    ssd_round_timeout_ms: float = 10_000.0
+    ssd_round_timeout_ms: float | None = None
     ssd_start_timeout_s: float = 600.0
     ssd_pack_weights: bool = True
     ssd_bit_equal: str = "auto"
@@ -95,13 +101,30 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--ssd-draft-endpoint",
-        help="Endpoint of a draft that runs already (python -m sglang_ssd.launch_draft).",
+        action="append",
+        help="Endpoint of a draft that runs already (python -m sglang_ssd.launch_draft). May be given several times: "
+        "requests are spread over the drafts.",
+    )
+    add("--ssd-num-drafts", type=int, help="CPU only: draft processes to start. Default: 1.")
+    add(
+        "--ssd-curve-secret-key",
+        help="File with this server's CURVE key (launch_draft --generate-key), for drafts on other hosts.",
+    )
+    add(
+        "--ssd-curve-draft-key",
+        action="append",
+        help="File with the public CURVE key of the draft; given once for all tcp:// endpoints, or once for each.",
     )
     add(
         "--ssd-target-cores",
         help="CPU only: cores of the target, such as 0-3,6. Default: all that the draft leaves.",
     )
-    add("--ssd-draft-cores", help="CPU only: cores of the draft. Default: the last core.")
+    add(
+        "--ssd-draft-cores",
+        action="append",
+        help="CPU only: cores of the drafts. Given once they are split among them, given once a draft they may overlap. "
+        "Default: the last core for each.",
+    )
     add("--ssd-draft-dtype", default="auto", help="Data type of the draft's weights and activations.")
     add(
         "--ssd-sampling",
@@ -132,8 +155,8 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--ssd-round-timeout-ms",
         type=float,
-        default=10_000.0,
-        help="Longest wait for a proposal; then the round goes on without it.",
+        help="Longest wait for a proposal; then the round goes on without it. Default: from measured times, between 500 "
+        "and 10000.",
     )
     add("--ssd-start-timeout-s", type=float, default=600.0, help="Longest wait for the draft at start.")
     add(
@@ -206,6 +229,7 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         args.speculative_algorithm = args.speculative_draft_model_path = None
         args.speculative_num_steps = args.speculative_eagle_topk = args.speculative_num_draft_tokens = None
         return args
+    _check_drafts(args)
     if args.speculative_draft_model_path is None and args.ssd_draft_endpoint is None:
         raise ValueError(
             f"--ssd-mode {args.ssd_mode} needs --speculative-draft-model-path or --ssd-draft-endpoint"
@@ -241,11 +265,11 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         )
     if args.ssd_draft_temperature is not None and args.ssd_draft_temperature <= 0:
         raise ValueError(f"--ssd-draft-temperature {args.ssd_draft_temperature}: must be above 0")
-    if args.ssd_draft_top_m < 1:
-        raise ValueError(f"--ssd-draft-top-m {args.ssd_draft_top_m}: must be 1 or more")
+    if not 1 <= args.ssd_draft_top_m <= MAX_TOP_M:
+        raise ValueError(f"--ssd-draft-top-m {args.ssd_draft_top_m}: must be 1 to {MAX_TOP_M}")
     if args.ssd_draft_max_sessions < 1:
         raise ValueError(f"--ssd-draft-max-sessions {args.ssd_draft_max_sessions}: must be 1 or more")
-    if args.ssd_round_timeout_ms <= 0:
+    if args.ssd_round_timeout_ms is not None and not args.ssd_round_timeout_ms > 0:
         raise ValueError(f"--ssd-round-timeout-ms {args.ssd_round_timeout_ms}: must be above 0")
     if args.pp_size > 1:
         raise ValueError(f"--pp-size {args.pp_size}: SSD does not run with pipeline parallelism")
@@ -254,6 +278,67 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
     args.speculative_eagle_topk = 1
     args.speculative_num_draft_tokens = lookahead + 1
     return args
+
+
+def _check_drafts(args: argparse.Namespace) -> None:
+    """Which drafts there are and how they are reached. Raises ValueError in one line."""
+    for name in ("ssd_draft_endpoint", "ssd_curve_draft_key", "ssd_draft_cores"):
+        if isinstance(getattr(args, name), str):  # A keyword of ``Engine`` that names one.
+            setattr(args, name, [getattr(args, name)])
+    if args.ssd_num_drafts is not None:
+        if args.ssd_num_drafts < 1:
+            raise ValueError(f"--ssd-num-drafts {args.ssd_num_drafts}: must be 1 or more")
+        if args.ssd_draft_endpoint is not None:
+            raise ValueError(
+                f"--ssd-num-drafts {args.ssd_num_drafts}: no draft is started beside those that "
+                "--ssd-draft-endpoint names"
+            )
+        if args.ssd_num_drafts > 1 and args.device != "cpu":
+            raise ValueError(
+                f"--ssd-num-drafts {args.ssd_num_drafts}: on {args.device} start each draft with "
+                "python -m sglang_ssd.launch_draft and a CUDA_VISIBLE_DEVICES of its own, and name it by "
+                "--ssd-draft-endpoint"
+            )
+    draft_addresses(args.ssd_draft_endpoint or (), args.ssd_curve_secret_key, args.ssd_curve_draft_key or ())
+
+
+class DraftAddress(NamedTuple):
+    """Where a draft listens, and the keys to speak with it; None where it needs none."""
+
+    endpoint: str
+    keys: VerifierKeys | None
+
+
+def draft_addresses(
+    endpoints: Sequence[str], secret_key: str | None, draft_keys: Sequence[str]
+) -> list[DraftAddress]:
+    """The drafts that these options name. Keys are for ``tcp://``. Raises ValueError in one line on an endpoint that may
+    not be used so, or keys that cannot be read or that nothing needs."""
+    repeated = [endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1]
+    if repeated:
+        raise ValueError(f"--ssd-draft-endpoint {repeated[0]}: given twice")
+    if (secret_key is None) != (not draft_keys):
+        given = (
+            f"--ssd-curve-secret-key {secret_key}" if secret_key else f"--ssd-curve-draft-key {draft_keys[0]}"
+        )
+        raise ValueError(f"{given}: needs --ssd-curve-secret-key and --ssd-curve-draft-key both")
+    remote = [endpoint for endpoint in endpoints if endpoint.startswith("tcp://")]
+    if secret_key is not None and not remote:
+        raise ValueError(f"--ssd-curve-secret-key {secret_key}: no --ssd-draft-endpoint is a tcp:// endpoint")
+    if len(draft_keys) not in (0, 1, len(remote)):
+        raise ValueError(
+            f"--ssd-curve-draft-key {draft_keys[-1]}: {len(draft_keys)} keys for {len(remote)} tcp:// endpoints; give "
+            "one, or one for each"
+        )
+    keys = [
+        load_verifier_keys("--ssd-curve-secret-key", secret_key, "--ssd-curve-draft-key", draft_key)
+        for draft_key in draft_keys
+    ]
+    keys_of = dict(zip(remote, keys * len(remote) if len(keys) == 1 else keys, strict=False))
+    for endpoint in endpoints:
+        if reason := why_refused(endpoint, endpoint in keys_of):
+            raise ValueError(f"--ssd-draft-endpoint {endpoint}: {reason}")
+    return [DraftAddress(endpoint, keys_of.get(endpoint)) for endpoint in endpoints]
 
 
 def saguaro_scales(text: str) -> tuple[float, ...]:
@@ -278,19 +363,25 @@ class SSDOptions(NamedTuple):
     fallback: str
     adapts_lookahead: bool
     adapts_budget: bool
-    draft_endpoint: str | None
+    draft_endpoints: tuple[str, ...]
+    curve_secret_key: str | None
+    curve_draft_keys: tuple[str, ...]
     sampling: str
     saguaro_scales: tuple[float, ...]
     draft_temperature: float | None
-    round_timeout_ms: float
+    round_timeout_ms: float | None
     start_timeout_s: float
     pack_weights: bool
     bit_equal: str
 
+    def drafts(self) -> list[DraftAddress]:
+        """Raises ValueError in one line."""
+        return draft_addresses(self.draft_endpoints, self.curve_secret_key, self.curve_draft_keys)
+
 
 def ssd_options(args: ServerArgs) -> SSDOptions:
     """Options from our own arguments, or for a server that SGLang's own launcher started (``sglang serve``) the
-    defaults with the draft named by ``SGLANG_SSD_DRAFT_ENDPOINT``."""
+    defaults with the drafts named by ``SGLANG_SSD_DRAFT_ENDPOINT``, separated by commas."""
     if isinstance(args, SSDServerArgs):
         return SSDOptions(
             args.ssd_mode,
@@ -299,7 +390,9 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
             args.ssd_fallback,
             args.ssd_adapts_lookahead,
             args.ssd_adapts_budget,
-            args.ssd_draft_endpoint,
+            tuple(args.ssd_draft_endpoint or ()),
+            args.ssd_curve_secret_key,
+            tuple(args.ssd_curve_draft_key or ()),
             args.ssd_sampling,
             saguaro_scales(args.ssd_saguaro_c),
             args.ssd_draft_temperature,
@@ -316,7 +409,9 @@ def ssd_options(args: ServerArgs) -> SSDOptions:
         own["ssd_fallback"],
         False,
         False,
-        os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT"),
+        tuple(filter(None, os.environ.get("SGLANG_SSD_DRAFT_ENDPOINT", "").split(","))),
+        None,
+        (),
         "shared-noise",
         (1.0,),
         None,

@@ -31,6 +31,8 @@ from sglang_ssd.draft.runner import Chunk, DraftLaw, DraftRunner, Lane, Position
 from sglang_ssd.draft.session import Due, Session
 from sglang_ssd.wire.channel import DraftChannel, MalformedFromPeer, Received
 from sglang_ssd.wire.messages import (
+    MAX_OPEN_REQUESTS,
+    MAX_VERIFIERS,
     PROTOCOL_VERSION,
     Close,
     DraftStats,
@@ -51,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 #: Prompt tokens of one forward. Small enough that an outcome of another request does not wait long.
 PREFILL_CHUNK_TOKENS = 256
+#: Messages taken in before the next forward, or kept for after this one: who floods the draft waits, and others do not.
+MAX_MESSAGES_AT_ONCE = 1024
 #: Sessions of a verifier that said nothing for so long are freed; it re-opens what it still needs.
 SILENT_PEER_S = 120.0
 
@@ -132,6 +136,7 @@ class DraftServer:
             total_kv_slots=capacity.total_slots,
             free_rows=capacity.free_rows,
             total_rows=capacity.total_rows,
+            connections_refused=self._channel.num_refused,
             **self._estimates(),
             **msgspec.structs.asdict(self._counts),
         )
@@ -157,9 +162,10 @@ class DraftServer:
     def _receive(self, wait: bool) -> None:
         """Take in all messages that are there; with ``wait``, up to half a second for the first."""
         timeout_ms = 500 if wait and not self._deferred else 0
-        while (
-            received := self._deferred.popleft() if self._deferred else self._poll(timeout_ms)
-        ) is not None:
+        for _ in range(MAX_MESSAGES_AT_ONCE):
+            received = self._deferred.popleft() if self._deferred else self._poll(timeout_ms)
+            if received is None:
+                break
             timeout_ms = 0
             if isinstance(received, MalformedFromPeer):
                 self._counts.messages_malformed += 1
@@ -179,7 +185,7 @@ class DraftServer:
     def _look_for_outcomes(self) -> None:
         """Between the layers of a forward: answer complete hits. Raises ``ForwardNotNeeded`` when the forward only
         forks and all its requests have their outcomes, none of which needs its rows."""
-        while (received := self._poll(0)) is not None:
+        while len(self._deferred) < MAX_MESSAGES_AT_ONCE and (received := self._poll(0)) is not None:
             # What came before may change the session this round speaks of: then it waits its turn.
             is_first = all(isinstance(earlier, Received) and isinstance(earlier.message, (Round, Ping))
                            for earlier in self._deferred)  # fmt: skip
@@ -223,6 +229,9 @@ class DraftServer:
             self._greet(peer_id, message)
             return
         if isinstance(message, Refuse):
+            if peer_id in self._peers:
+                target = self._peers[peer_id].hello.target_model
+                logger.info("verifier of %s left: %s", target, message.reason)
             self._forget(peer_id)
             return
         if isinstance(message, Pong):
@@ -234,7 +243,7 @@ class DraftServer:
         elif peer is None:
             self._send(peer_id, Refuse("say Hello first"))
         elif isinstance(message, Open):
-            self._open(peer, message)
+            self._open(peer_id, peer, message)
         elif isinstance(message, Round):
             self._answer_complete_hits(peer_id, message)
             self._take_round(peer_id, peer, message)
@@ -257,6 +266,8 @@ class DraftServer:
             boot_id=self._boot_id,
         )
         reason = why_incompatible(hello, welcome, self._identity.tokenizer_fingerprint)
+        if reason is None and peer_id not in self._peers and len(self._peers) >= MAX_VERIFIERS:
+            reason = f"this draft serves {MAX_VERIFIERS} verifiers already"
         if reason:
             logger.warning("refusing a verifier of %s: %s", hello.target_model, reason)
             self._send(peer_id, Refuse(reason))
@@ -272,8 +283,12 @@ class DraftServer:
             hello.fan_out_budget,
         )
 
-    def _open(self, peer: Peer, message: Open) -> None:
+    def _open(self, peer_id: bytes, peer: Peer, message: Open) -> None:
         self._drop(peer, message.request)
+        if len(peer.sessions) + len(peer.denied) >= MAX_OPEN_REQUESTS:
+            self._send(peer_id, Refuse(f"more than {MAX_OPEN_REQUESTS} requests are open at a time"))
+            self._forget(peer_id)
+            return
         hello = peer.hello
         key = RowKey(message.request, message.generation)
         peer.denied.discard(key)

@@ -1,4 +1,4 @@
-"""The verifier's line to one draft: sessions, outcomes out, proposals in. Every wait has a limit.
+"""The verifier's line to one draft: sessions, outcomes out, proposals in. ``drafts`` waits, for all drafts at once.
 
 States: ``alive`` while answers come in time; ``degraded`` after one did not, or after the draft refused us: nothing is
 waited for until the draft says something again; ``down`` when it does not answer pings either. Requests go on in every
@@ -13,9 +13,12 @@ import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from sglang_ssd.algorithm.round_limit import CEILING_MS, RoundLimit
 from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, VerifierSession
-from sglang_ssd.wire.channel import VerifierChannel
+from sglang_ssd.wire.channel import LinkBroken, VerifierChannel
+from sglang_ssd.wire.curve import VerifierKeys
 from sglang_ssd.wire.messages import (
+    MAX_TOP_M,
     Close,
     CloseReason,
     DraftStats,
@@ -58,6 +61,7 @@ class ClientCounts(NamedTuple):
     malformed: int = 0
     sends_refused: int = 0
     reopened: int = 0
+    moved: int = 0
 
 
 class RowOutcome(NamedTuple):
@@ -69,9 +73,12 @@ class RowOutcome(NamedTuple):
 
 
 class DraftClient:
-    """Speaks for TP rank 0 of one verifier to one draft."""
+    """Speaks for TP rank 0 of one verifier to one draft. ``limit`` is told when a round waited for a draft that turns
+    out to be slow."""
 
-    def __init__(self, endpoint: str, hello: Hello, round_timeout_ms: float) -> None:
+    def __init__(
+        self, endpoint: str, hello: Hello, limit: RoundLimit, keys: VerifierKeys | None = None
+    ) -> None:
         self.endpoint = endpoint
         self.state: DraftState = "alive"
         self.welcome: Welcome | None = None
@@ -82,44 +89,63 @@ class DraftClient:
         self._hello = hello
         #: Why the draft does not know us; None while its Welcome stands.
         self._refusal: str | None = "not greeted yet"
-        self._round_timeout_ms = round_timeout_ms
-        self._channel = VerifierChannel(endpoint)
+        self._limit = limit
+        self.channel = VerifierChannel(endpoint, keys)
         self._tickets: dict[int, list[VerifierSession]] = {}
         self._sessions: set[VerifierSession] = set()
         self._next_ticket = 1
         self._last_ping_s = 0.0
         self._unanswered_since_s: float | None = None
+        #: When a round began to wait in vain; None once the draft spoke again.
+        self._waited_since_s: float | None = None
+        #: Sessions of other verifiers at this draft, when it last said.
+        self._num_foreign_sessions = 0
 
     # -- connection ----------------------------------------------------------------------------------------------
 
-    def connect(self, timeout_s: float) -> Welcome:
-        """Shake hands. Raises ``DraftRefused`` or ``DraftUnreachable``."""
-        self._channel.send(self._hello)
-        deadline = time.monotonic() + timeout_s
+    def greet(self) -> None:
+        """Say Hello. ``await_welcome`` takes in the answer."""
+        self.channel.send(self._hello)
+
+    def await_welcome(self, timeout_s: float, deadline_s: float) -> Welcome:
+        """Shake hands before this moment of the monotonic clock, ``timeout_s`` after the start. Raises ``DraftRefused`` or
+        ``DraftUnreachable``."""
+        warned_of = None
         while self.welcome is None:
-            remaining_ms = (deadline - time.monotonic()) * 1e3
+            remaining_ms = (deadline_s - time.monotonic()) * 1e3
+            problem = self.channel.handshake_problem
             if remaining_ms <= 0:
-                raise DraftUnreachable(f"no draft answered at {self.endpoint} within {timeout_s:.0f} s")
+                because = f": {problem}" if problem else ""
+                raise DraftUnreachable(
+                    f"no draft answered at {self.endpoint} within {timeout_s:.0f} s{because}"
+                )
+            if problem and problem != warned_of:
+                logger.warning("draft at %s: %s", self.endpoint, problem)
+                warned_of = problem
             try:
-                message = self._channel.receive(remaining_ms)
+                message = self.channel.receive(min(remaining_ms, PING_INTERVAL_S * 1e3))
             except MalformedMessage as error:
                 raise DraftRefused(f"the peer at {self.endpoint} speaks another protocol: {error}") from None
             if isinstance(message, Refuse):
-                raise DraftRefused(message.reason)
-            if message is not None:
+                raise DraftRefused(f"the draft at {self.endpoint} refuses: {message.reason}")
+            if isinstance(message, LinkBroken) or (message is None and self.channel.is_connected):
+                # A greeting that was sent before the connection stood may be lost.
+                self.greet()
+            elif message is not None:
                 self._take(message)
         return self.welcome
 
     def tend(self) -> None:
         """Take in what has arrived and keep the line alive. Called once a scheduler turn."""
-        self._receive(timeout_ms=0)
+        self.receive()
         now = time.monotonic()
         if now - self._last_ping_s >= PING_INTERVAL_S:
             self._last_ping_s = now
             if self._refusal is None:
                 self._send(Ping(self._next_ticket))
-            else:
-                self._channel.send(self._hello)
+            elif self.channel.is_connected:
+                # Without a connection the greeting that was sent when it broke waits for the next one.
+                self.channel.send(self._hello)
             if self._unanswered_since_s is None:
                 self._unanswered_since_s = now
             elif now - self._unanswered_since_s > DOWN_AFTER_S:
@@ -127,25 +153,36 @@ class DraftClient:
                 self._start_over("it does not answer")
                 self._become("down")
 
-    def refresh_stats(self, timeout_s: float = 0.2) -> DraftStats:
-        """The draft's counters as they are now, or as it last said when it does not answer in time."""
-        known = self.draft_stats
-        deadline = time.monotonic() + timeout_s
-        if self.state == "alive" and self._send(Ping(self._next_ticket)):
-            while self.draft_stats is known and (remaining_ms := (deadline - time.monotonic()) * 1e3) > 0:
-                self._receive(remaining_ms)
-        return self.draft_stats
+    def ask_stats(self) -> bool:
+        """Ask for the draft's counters; False when it is not there to answer."""
+        return self.state == "alive" and self._send(Ping(self._next_ticket))
 
     def disconnect(self) -> None:
-        self._channel.send(Refuse("the verifier leaves"))
-        self._channel.close()
+        if self.channel.is_connected:
+            self.channel.send(Refuse("the verifier leaves"))
+        self.channel.close()
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
     def open(self, session: VerifierSession) -> None:
         """Tell the draft of a request whose tokens are all certain (no bonus token is pending)."""
+        self.adopt(session)
+        session.is_held = self._open_at_draft(session, session.tokens)
+
+    def adopt(self, session: VerifierSession) -> None:
+        """Take a request over from another draft; its next outcome opens it here."""
         self._sessions.add(session)
-        session.is_held = self._send(open_message(session, session.tokens))
+        session.is_held, session.ticket = False, None
+
+    def move_away(self, sessions: list[VerifierSession]) -> None:
+        """These requests go on with another draft."""
+        self.close(sessions, "moved")
+        self._count(moved=len(sessions))
+
+    def _open_at_draft(self, session: VerifierSession, token_ids: list[int]) -> bool:
+        """Whether the draft was told of this request. It is not told of one that is longer than its context."""
+        fits = self.welcome is not None and len(token_ids) <= self.welcome.context_length
+        return fits and self._send(open_message(session, token_ids))
 
     def close(self, sessions: Iterable[VerifierSession], reason: CloseReason) -> None:
         """Forget these sessions on both sides."""
@@ -162,6 +199,11 @@ class DraftClient:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
+    def load(self) -> float:
+        """Share of the draft's sessions that are taken, as far as is known here."""
+        num_sessions = len(self._sessions) + self._num_foreign_sessions
+        return num_sessions / (self.welcome.max_sessions if self.welcome else 1)
+
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def send_outcomes(
@@ -176,8 +218,11 @@ class DraftClient:
                 continue
             if not session.is_held:
                 # Opened without the bonus token: for the draft this is a prompt whose first token came.
-                session.is_held = self._send(open_message(session, session.tokens[:-1]))
-                self._count(reopened=int(session.is_held))
+                session.is_held = self._open_at_draft(session, session.tokens[:-1])
+                if not session.is_held:
+                    session.proposed = session.ticket = None
+                    continue
+                self._count(reopened=1)
                 outcome = RowOutcome(session, 0, outcome.bonus_token)
             rows.append(outcome)
         if not rows:
@@ -204,30 +249,18 @@ class DraftClient:
         if sent:
             self._tickets[ticket] = [row.session for row in rows]
 
-    def collect(self, sessions: list[VerifierSession]) -> list[ProposedRow]:
-        """The proposals of these sessions. Waits for those that are on their way, up to the round's limit."""
-        deadline = time.monotonic() + (self._round_timeout_ms / 1e3 if self.state == "alive" else 0.0)
-        while any(session.ticket is not None for session in sessions):
-            remaining_ms = (deadline - time.monotonic()) * 1e3
-            self._receive(max(0.0, remaining_ms))
-            if remaining_ms <= 0:
-                self._give_up(sessions)
-                break
-        proposals = [session.proposed or NOTHING_PROPOSED for session in sessions]
-        for session in sessions:
-            session.proposed = None
-        return proposals
+    def is_worth_waiting(self, sessions: list[VerifierSession]) -> bool:
+        """Whether proposals for these sessions are on their way."""
+        return self.state == "alive" and any(session.ticket is not None for session in sessions)
 
-    def _give_up(self, sessions: list[VerifierSession]) -> None:
-        late = [session for session in sessions if session.ticket is not None]
-        if not late:
-            return
-        for session in late:
-            session.ticket = None
-        if self.state == "alive":
-            # Only here was anything waited for.
+    def give_up(self, sessions: list[VerifierSession], waited_ms: float) -> None:
+        """The round goes on without what has not come, after it waited so long."""
+        if self.is_worth_waiting(sessions):
             self._count(timeouts=1)
+            self._waited_since_s = time.monotonic() - waited_ms / 1e3
             self._become("degraded")
+        for session in sessions:
+            session.ticket = None
 
     def _forget_settled_tickets(self) -> None:
         """Keep the tickets that a session waits for, so never more than there are sessions."""
@@ -243,16 +276,16 @@ class DraftClient:
         """Queue one message. False, and nothing sent, when the queue is full or the draft does not know us."""
         if self._refusal is not None:
             return False
-        sent = self._channel.send(message)
+        sent = self.channel.send(message)
         if not sent:
             self._count(sends_refused=1)
         return sent
 
-    def _receive(self, timeout_ms: float) -> None:
-        """Take in one message, waiting for it up to the limit, and the others that are already here."""
+    def receive(self) -> None:
+        """Take in what has arrived."""
         for _ in range(_MAX_MESSAGES_AT_ONCE):
             try:
-                message = self._channel.receive(timeout_ms)
+                message = self.channel.receive(0)
             except MalformedMessage as error:
                 if not self.counts.malformed:  # The first is said, all are counted.
                     logger.warning("dropped what the draft at %s sent: %s", self.endpoint, error)
@@ -260,15 +293,19 @@ class DraftClient:
             else:
                 if message is None:
                     return
-                self._unanswered_since_s = None
                 self._take(message)
-            timeout_ms = 0
 
     def _take(self, message) -> None:
+        if isinstance(message, LinkBroken):
+            self._start_over(message.reason)
+            self._become("degraded")
+            return
+        self._unanswered_since_s = None
         if isinstance(message, Proposal):
             self._take_proposal(message)
         elif isinstance(message, Pong):
             self.draft_stats, self.estimates = message.stats, message.estimates
+            self._num_foreign_sessions = max(0, message.stats.num_sessions - len(self._sessions))
         elif isinstance(message, Ping):
             self._send(Pong(message.nonce, DraftStats()))
         elif isinstance(message, Welcome):
@@ -280,7 +317,15 @@ class DraftClient:
             self._start_over(message.reason)
             self._become("degraded")
             return
+        self._learn_from_late_answer()
         self._become("alive")
+
+    def _learn_from_late_answer(self) -> None:
+        """A draft that speaks soon after it was not waited for any longer is slow; one that was gone was not."""
+        if self._waited_since_s is not None:
+            if (time.monotonic() - self._waited_since_s) * 1e3 <= CEILING_MS:
+                self._limit.observe_slow_draft()
+            self._waited_since_s = None
 
     def _start_over(self, reason: str) -> None:
         """What the draft holds of us is not certain: greet it, which frees all of it there, and open again what is
@@ -292,7 +337,8 @@ class DraftClient:
             for session in self._sessions:
                 session.is_held = False
                 session.ticket = None
-            self._channel.send(self._hello)
+            self._waited_since_s = None
+            self.greet()
             self._last_ping_s = time.monotonic()
         self._refusal = reason
 
@@ -331,11 +377,11 @@ class DraftClient:
         return len(token_ids) <= self._hello.lookahead and all(0 <= token < vocab_size for token in token_ids)
 
     def _is_law(self, q_ids: bytes, q_probs: bytes, num_tokens: int) -> bool:
-        """Whether these are ``[num_tokens, M]`` of 4 bytes each, M at most the vocabulary, or nothing at all."""
+        """Whether these are ``[num_tokens, M]`` of 4 bytes each, M within its limits, or nothing at all."""
         num_bytes = len(q_ids)
         if num_tokens == 0:
             return num_bytes == len(q_probs) == 0
-        max_bytes = 4 * num_tokens * self._hello.vocab_size
+        max_bytes = 4 * num_tokens * min(MAX_TOP_M, self._hello.vocab_size)
         return num_bytes == len(q_probs) <= max_bytes and num_bytes % (4 * num_tokens) == 0
 
     def _become(self, state: DraftState) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 
 from sglang_ssd.algorithm.online_choice import OnlineChoice
+from sglang_ssd.algorithm.round_limit import RoundLimit
 from sglang_ssd.bridge.parallel import is_first_rank
 from sglang_ssd.bridge.process import fail_start
 from sglang_ssd.bridge.scheduler import SchedulerBase
 from sglang_ssd.bridge.server_args import ssd_options, target_facts
 from sglang_ssd.verifier.draft_client import DraftClient, DraftRefused, DraftUnreachable
+from sglang_ssd.verifier.drafts import Drafts
 from sglang_ssd.verifier.stats import VerifierStats, ratio
 from sglang_ssd.verifier.worker import SSDWorker
 from sglang_ssd.wire.messages import PROTOCOL_VERSION, Hello
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class SSDScheduler(SchedulerBase):
-    """SGLang's scheduler that ties its worker to a draft. With ``--ssd-mode off`` there is no worker of ours."""
+    """SGLang's scheduler that ties its worker to its drafts. With ``--ssd-mode off`` there is no worker of ours."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -29,16 +31,16 @@ class SSDScheduler(SchedulerBase):
         self.stats: VerifierStats | None = None
         if isinstance(self.draft_worker, SSDWorker):
             self.stats = VerifierStats(self.server_args.decode_log_interval, self.metrics_labels())
-            client = self._connect() if is_first_rank() else None
+            drafts = self._connect() if is_first_rank() else None
             self.saguaro_c = OnlineChoice(self.options.saguaro_scales)
             self.draft_worker.attach(
-                client, self.stats, self.options.sampling, self.saguaro_c, self.options.draft_temperature
+                drafts, self.stats, self.options.sampling, self.saguaro_c, self.options.draft_temperature
             )
 
-    def _connect(self) -> DraftClient:
-        """Shake hands with the draft; a server whose draft does not fit does not start."""
+    def _connect(self) -> Drafts:
+        """Shake hands with the drafts; a server whose drafts do not fit does not start."""
         facts, options = target_facts(self), self.options
-        if options.draft_endpoint is None:
+        if not options.draft_endpoints:
             fail_start("no draft: --ssd-draft-endpoint or SGLANG_SSD_DRAFT_ENDPOINT must name one")
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -54,17 +56,22 @@ class SSDScheduler(SchedulerBase):
             adapts_lookahead=options.adapts_lookahead,
             adapts_budget=options.adapts_budget,
         )
+        limit = RoundLimit(options.round_timeout_ms)
         try:
-            client = DraftClient(options.draft_endpoint, hello, options.round_timeout_ms)
-            welcome = client.connect(options.start_timeout_s)
-        except (DraftRefused, DraftUnreachable, OSError) as error:
+            drafts = Drafts(
+                [DraftClient(address.endpoint, hello, limit, address.keys) for address in options.drafts()],
+                limit,
+            )
+            drafts.connect(options.start_timeout_s)
+        except (DraftRefused, DraftUnreachable, OSError, ValueError) as error:
             fail_start(str(error))
-        logger.info("draft %s at %s is ready", welcome.draft_model, options.draft_endpoint)
-        return client
+        for client in drafts.clients:
+            logger.info("draft %s at %s is ready", client.welcome.draft_model, client.endpoint)
+        return drafts
 
     @property
-    def client(self) -> DraftClient | None:
-        return self.draft_worker.client if isinstance(self.draft_worker, SSDWorker) else None
+    def drafts(self) -> Drafts | None:
+        return self.draft_worker.drafts if isinstance(self.draft_worker, SSDWorker) else None
 
     # -- SchedulerBase -------------------------------------------------------------------------------------------
 
@@ -84,16 +91,19 @@ class SSDScheduler(SchedulerBase):
     def after_batch(self) -> None:
         if self.stats is not None:
             self.draft_worker.close_departed()
-        if self.client is not None:
-            self.client.tend()
+        self._tend_drafts()
 
     def when_idle(self) -> None:
         if self.stats is not None and self.is_fully_idle():
             num_left = self.draft_worker.close_all()
             if num_left:
                 logger.warning("%d sessions were open on an idle scheduler and are closed now", num_left)
-        if self.client is not None:
-            self.client.tend()
+        self._tend_drafts()
+
+    def _tend_drafts(self) -> None:
+        if self.drafts is not None:
+            self.drafts.tend()
+            self.stats.show_drafts(self.drafts.clients)
 
     def request_info(self, rid: str) -> dict[str, list]:
         if self.stats is None:
@@ -117,17 +127,19 @@ class SSDScheduler(SchedulerBase):
         }
         if self.options.sampling == "residual":
             state["saguaro_c"] = self.saguaro_c.current
-        if self.client is not None:
-            draft = self.client.refresh_stats()
+        if self.drafts is not None:
+            draft = self.drafts.refresh_stats()
             state |= {
-                "draft_alive": self.client.state == "alive",
-                "draft_state": self.client.state,
+                "draft_alive": self.drafts.is_any_alive,
+                "draft_state": self.drafts.state,
                 "draft_round_ms": ratio(draft.fork_ms + draft.backup_ms, draft.rounds),
                 "draft_forwards_per_round": ratio(draft.fork_forwards + draft.backup_forwards, draft.rounds),
                 "branches_used": ratio(draft.hits, draft.branches_drafted),
-                "open_sessions": self.client.num_sessions(),
-                "client": self.client.counts._asdict(),
+                "round_timeout_ms": self.drafts.limit.ms,
+                "open_sessions": self.drafts.num_sessions(),
+                "client": self.drafts.counts._asdict(),
                 "draft": msgspec.structs.asdict(draft),
-                "estimates": self.client.estimates,
+                "estimates": self.drafts.estimates,
+                "drafts": self.drafts.describe(),
             }
         return state

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import msgspec
 
+from sglang_ssd.verifier.draft_client import ClientCounts, DraftClient, DraftState
 from sglang_ssd.verifier.session import RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,11 @@ class VerifierStats:
         if self._metrics is not None and (malformed_laws or non_finite_logits):
             self._metrics.add_unusable(malformed_laws, non_finite_logits)
 
+    def show_drafts(self, clients: Sequence[DraftClient]) -> None:
+        """Bring the series of the drafts up to date."""
+        if self._metrics is not None:
+            self._metrics.show_drafts(clients)
+
     def _log(self) -> None:
         now, then = self.counts, self._logged
         rows, rounds = now.rows - then.rows, now.rounds - then.rounds
@@ -124,7 +131,7 @@ class _Metrics:
     """``sglang_ssd_*`` series beside SGLang's own, in the same multi-process registry."""
 
     def __init__(self, labels: dict[str, str]) -> None:
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Counter, Gauge, Histogram
 
         names = list(labels)
 
@@ -143,6 +150,31 @@ class _Metrics:
         self._non_finite_logits = counter("non_finite_logits", "Positions with NaN or +inf in their logits.")
         self._wait_ms = histogram("draft_wait_ms", "Milliseconds a round waited for proposals.")
         self._verify_ms = histogram("verify_ms", "Milliseconds of the target's verify forward.")
+        self._labels = labels
+        self._draft_state = Gauge(
+            "sglang_ssd_draft_state",
+            "1 for the state that the draft is in, by the place of its endpoint.",
+            [*names, "draft", "state"],
+            multiprocess_mode="mostrecent",
+        )
+        self._draft_events = Counter(
+            "sglang_ssd_draft_events",
+            "What went wrong on the line to a draft and was dropped, and requests that moved or were opened again.",
+            [*names, "draft", "event"],
+        )
+        self._shown: dict[int, tuple[DraftState | None, ClientCounts]] = {}
+
+    def show_drafts(self, clients: Sequence[DraftClient]) -> None:
+        for index, client in enumerate(clients):
+            state, counts = self._shown.get(index, (None, ClientCounts()))
+            if client.state != state:
+                for name in get_args(DraftState):
+                    series = self._draft_state.labels(**self._labels, draft=index, state=name)
+                    series.set(name == client.state)
+            if client.counts is not counts:
+                for event, before, now in zip(ClientCounts._fields, counts, client.counts, strict=True):
+                    self._draft_events.labels(**self._labels, draft=index, event=event).inc(now - before)
+            self._shown[index] = (client.state, client.counts)
 
     def add_unusable(self, malformed_laws: int, non_finite_logits: int) -> None:
         self._malformed_laws.inc(malformed_laws)

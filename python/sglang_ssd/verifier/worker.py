@@ -16,7 +16,8 @@ from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.bridge.parallel import broadcast_from_first_rank
 from sglang_ssd.bridge.requests import sampling_law
 from sglang_ssd.bridge.speculative import SpecWorkerBase, Verified
-from sglang_ssd.verifier.draft_client import DraftClient, RowOutcome
+from sglang_ssd.verifier.draft_client import RowOutcome
+from sglang_ssd.verifier.drafts import Drafts
 from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, RoundRecord, VerifierSession
 from sglang_ssd.verifier.stats import VerifierStats
 from sglang_ssd.verifier.target_distribution import (
@@ -36,7 +37,7 @@ class SSDWorker(SpecWorkerBase):
 
     def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        self.client: DraftClient | None = None
+        self.drafts: Drafts | None = None
         self.stats: VerifierStats | None = None
         self._sessions: dict[str, VerifierSession] = {}
         self._num_requests = 0
@@ -46,15 +47,15 @@ class SSDWorker(SpecWorkerBase):
 
     def attach(
         self,
-        client: DraftClient | None,
+        drafts: Drafts | None,
         stats: VerifierStats,
         sampling: Sampling,
         saguaro_c: OnlineChoice[float],
         draft_temperature: float | None,
     ) -> None:
-        """Tie the worker to its draft. ``client`` is None on all TP ranks but the first. ``draft_temperature`` replaces
-        that of sampled requests on the draft's side."""
-        self.client, self.stats, self._draft_temperature = client, stats, draft_temperature
+        """Tie the worker to its drafts: None on all TP ranks but the first. ``draft_temperature`` replaces that of sampled
+        requests on the draft's side."""
+        self.drafts, self.stats, self._draft_temperature = drafts, stats, draft_temperature
         self._sampling, self._saguaro_c = sampling, saguaro_c
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
@@ -65,6 +66,7 @@ class SSDWorker(SpecWorkerBase):
     def _prefill(self, batch, on_publish, pp_proxy_tensors):
         # The draft reads the prompt while the target does.
         self._open_new(batch.reqs or [])
+        started = time.perf_counter()
         if batch.forward_mode.is_idle() or batch.is_prefill_only:
             result = self.run_plain(batch, pp_proxy_tensors)
         else:
@@ -72,6 +74,7 @@ class SSDWorker(SpecWorkerBase):
             result = prefilled.result
             result.next_token_ids = self._draw_first(batch, prefilled)
             self._send_first_tokens(batch, result.next_token_ids)
+            self._observe_forward((time.perf_counter() - started) * 1e3)
         return self.prefill_result(batch, result, on_publish)
 
     def _draw_first(self, batch, prefilled: Verified) -> torch.Tensor:
@@ -106,9 +109,9 @@ class SSDWorker(SpecWorkerBase):
     def _collect(self, sessions: list[VerifierSession | None]) -> list[ProposedRow]:
         """One proposal a row, the same on all ranks."""
         proposals = [NOTHING_PROPOSED] * len(sessions)
-        if self.client is not None:
+        if self.drafts is not None:
             known = [session for session in sessions if session is not None]
-            by_session = dict(zip(known, self.client.collect(known), strict=True))
+            by_session = dict(zip(known, self.drafts.collect(known), strict=True))
             proposals = [
                 NOTHING_PROPOSED
                 if session is None
@@ -159,8 +162,8 @@ class SSDWorker(SpecWorkerBase):
             session.num_rounds += 1
             session.new_records.append(record)
             outcomes.append(RowOutcome(session, record.accept_length - 1, session.tokens[-1]))
-        if self.client is not None:
-            self.client.send_outcomes(outcomes, self._saguaro_c.current, verify_ms)
+        if self.drafts is not None:
+            self.drafts.send_outcomes(outcomes, self._saguaro_c.current, verify_ms)
 
     def _count(self, sessions, records: list[RoundRecord], wait_ms: float, verify_ms: float) -> None:
         if self.stats is None:
@@ -170,7 +173,12 @@ class SSDWorker(SpecWorkerBase):
             is_first and record.source == "hit" for is_first, record in zip(first, records, strict=True)
         )
         self._saguaro_c.observe(sum(record.accept_length for record in records), wait_ms + verify_ms)
+        self._observe_forward(verify_ms)
         self.stats.add_round(records, sum(first), first_hits, wait_ms, verify_ms)
+
+    def _observe_forward(self, forward_ms: float) -> None:
+        if self.drafts is not None:
+            self.drafts.limit.observe_forward(forward_ms)
 
     def _count_unusable(self, **numbers: int) -> None:
         if self.stats is not None:
@@ -200,8 +208,8 @@ class SSDWorker(SpecWorkerBase):
                 new_records=records,
             )
             self._sessions[request.rid] = session
-            if self.client is not None:
-                self.client.open(session)
+            if self.drafts is not None:
+                self.drafts.open(session)
 
     def _send_first_tokens(self, batch, next_token_ids: torch.Tensor) -> None:
         """The first token of a prompt is an outcome too: nothing was proposed, and the bonus token is known."""
@@ -212,8 +220,8 @@ class SSDWorker(SpecWorkerBase):
                 continue
             session.tokens.append(token)
             outcomes.append(RowOutcome(session, 0, token))
-        if self.client is not None:
-            self.client.send_outcomes(outcomes)
+        if self.drafts is not None:
+            self.drafts.send_outcomes(outcomes)
 
     def _law(self, request) -> SamplingLaw:
         session = self._sessions.get(request.rid)
@@ -238,14 +246,14 @@ class SSDWorker(SpecWorkerBase):
             if reason != "retracted":
                 del self._sessions[rid]
         for reason, sessions in departed.items():
-            if self.client is not None:
-                self.client.close(sessions, reason)
+            if self.drafts is not None:
+                self.drafts.close(sessions, reason)
 
     def close_all(self) -> int:
         """Close whatever is still open when the scheduler is idle; returns how many sessions that were."""
         sessions, self._sessions = list(self._sessions.values()), {}
-        if self.client is not None and sessions:
-            self.client.close(sessions, "aborted")
+        if self.drafts is not None and sessions:
+            self.drafts.close(sessions, "aborted")
         return len(sessions)
 
     def take_records(self, rid: str) -> list[RoundRecord]:

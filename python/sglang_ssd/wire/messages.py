@@ -7,24 +7,49 @@ Rows travel as parallel lists in one message a round.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 #: More than anybody drafts; a draft sizes its estimators by what a verifier asks for.
 MAX_LOOKAHEAD, MAX_FAN_OUT_BUDGET = 64, 1024
+#: Widest law of a guess: tokens that a draft draws from in residual sampling. A verifier makes room for it in each row.
+MAX_TOP_M = 1024
+#: Larger than any legal message; ZeroMQ drops the connection of who sends more.
+MAX_MESSAGE_BYTES = 16 << 20
+#: Verifiers of one draft, and requests that one of them has open.
+MAX_VERIFIERS, MAX_OPEN_REQUESTS = 64, 16_384
+
+#: What a peer can make grow has a limit in its type: a message beyond it is malformed. Text goes to the log, so that it is
+#: one line.
+_ONE_LINE = r"^[^\x00-\x1f\x7f]*\Z"
+Name = Annotated[str, Meta(max_length=512, pattern=_ONE_LINE)]
+Line = Annotated[str, Meta(max_length=2048, pattern=_ONE_LINE)]
+#: Numbers that the other side computes with: what is out of range, or not a number, is malformed.
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Temperature = Annotated[float, Meta(ge=0.0)]
+NumAccepted = Annotated[int, Meta(ge=0, le=MAX_LOOKAHEAD)]
+Milliseconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 #: Where a proposal comes from. ``hit``: prepared before the outcome was known. ``neural`` and ``ngram``: a backup, made
 #: after a miss. ``none``: nothing is proposed (no room, context limit). ``unknown``: the draft does not hold this
 #: session at this length; the verifier opens it again.
 Source = Literal["hit", "neural", "ngram", "none", "unknown"]
-CloseReason = Literal["finished", "aborted", "retracted"]
+#: ``moved``: the request goes on with another draft.
+CloseReason = Literal["finished", "aborted", "retracted", "moved"]
 #: How sampled requests are verified. ``shared-noise``: both sides add the same noise to their logits, and a guess is
 #: accepted when it equals the target's own draw. ``residual``: the paper's rule, which needs the law q of every guess.
 Sampling = Literal["shared-noise", "residual"]
 #: A measured value, a list by position, or a mapping by size or source.
-Estimate = None | float | list[float] | dict[str | int, float]
+Estimate = (
+    None
+    | float
+    | Annotated[list[float], Meta(max_length=MAX_LOOKAHEAD + 1)]
+    | Annotated[dict[Name | int, float], Meta(max_length=256)]
+)
+Estimates = Annotated[dict[Name, Estimate], Meta(max_length=64)]
 #: How guesses are spread over the positions of a proposal.
 FanOutName = Literal["uniform", "geometric", "measured"]
 #: Who answers a miss. ``neural``: the draft model, while the row waits. ``ngram``: a suffix match in the request's own
@@ -53,11 +78,11 @@ class Hello(_Message):
 
     protocol_version: int
     vocab_size: int
-    tokenizer_fingerprint: str
+    tokenizer_fingerprint: Name
     lookahead: int
     fan_out_budget: int
     context_length: int
-    target_model: str
+    target_model: Name
     sampling: Sampling = "shared-noise"
     fan_out: FanOutName = "measured"
     fallback: FallbackName = "neural"
@@ -69,18 +94,18 @@ class Welcome(_Message):
     """Draft to verifier: the connection stands. ``max_sessions`` is shared by all verifiers of this draft."""
 
     protocol_version: int
-    draft_model: str
+    draft_model: Name
     vocab_size: int
     context_length: int
-    max_sessions: int
+    max_sessions: Annotated[int, Meta(ge=1)]
     kv_capacity_tokens: int
-    boot_id: str
+    boot_id: Name
 
 
 class Refuse(_Message):
     """Either side ends the conversation; ``reason`` is one line for people."""
 
-    reason: str
+    reason: Line
 
 
 class Open(_Message):
@@ -93,8 +118,8 @@ class Open(_Message):
     request: int
     generation: int
     token_ids: list[int]
-    temperature: float = 0.0
-    seed: int = 0
+    temperature: Temperature = 0.0
+    seed: Seed = 0
 
 
 class Round(_Message):
@@ -109,10 +134,10 @@ class Round(_Message):
     requests: list[int]
     generations: list[int]
     committed_lens: list[int]
-    num_accepted: list[int]
+    num_accepted: list[NumAccepted]
     bonus_tokens: list[int]
     saguaro_c: float = 1.0
-    verify_ms: float = 0.0
+    verify_ms: Milliseconds = 0.0
 
     def keys(self) -> list[RowKey]:
         return [RowKey(*pair) for pair in zip(self.requests, self.generations, strict=True)]
@@ -154,14 +179,15 @@ class Pong(_Message):
 
     nonce: int
     stats: DraftStats
-    estimates: dict[str, Estimate] = {}
+    estimates: Estimates = {}
 
 
 class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Counters of one draft process since it started. Times are sums in milliseconds. ``fallback_threshold`` is the batch
     size b* of Theorem 17 from which on n-gram backups are faster; None while unknown or never. ``lookahead`` and
     ``fan_out_budget`` are those in force, the largest over verifiers. ``kv_tokens_recomputed``: forwarded again although
-    their KV had been there; 0 unless something is wrong."""
+    their KV had been there; 0 unless something is wrong. ``connections_refused``: of peers without the right keys or
+    protocol, and of those that sent too large a frame."""
 
     num_sessions: int = 0
     num_branch_rows: int = 0
@@ -196,6 +222,7 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     fan_out_budget: int = 0
     tokens_forwarded: int = 0
     kv_tokens_recomputed: int = 0
+    connections_refused: int = 0
 
 
 ToDraft = Hello | Open | Round | Close | Ping | Pong | Refuse
@@ -241,8 +268,9 @@ def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # The error quotes what it does not like, which may be long.
         raise MalformedMessage(
-            f"{len(frame)} bytes are no message of protocol {PROTOCOL_VERSION}: {error}"
+            f"{len(frame)} bytes are no message of protocol {PROTOCOL_VERSION}: {str(error)[:300]!r}"
         ) from None
 
 
@@ -273,3 +301,9 @@ def why_incompatible(hello: Hello, welcome: Welcome, tokenizer_fingerprint: str)
     if not 0 <= hello.fan_out_budget <= MAX_FAN_OUT_BUDGET:
         return f"fan-out budget {hello.fan_out_budget} is not in 0..{MAX_FAN_OUT_BUDGET}"
     return None
+
+
+def largest_to_draft(context_length: int) -> int:
+    """Bytes of the largest message that a draft with this context has use for: its prompt, at most 5 bytes a token, or a
+    round of as many rows as a verifier may have open."""
+    return min(MAX_MESSAGE_BYTES, (1 << 20) + 5 * context_length)
