@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from types import NoneType, UnionType
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_ssd.wire.channel import MAX_MESSAGE_BYTES
 from sglang_ssd.wire.messages import (
+    MAX_LOOKAHEAD,
     PROTOCOL_VERSION,
     Close,
     DraftStats,
@@ -39,6 +41,9 @@ both_directions = pytest.mark.parametrize("decode", DECODERS)
 
 def values(hint, num_items: int | None = None) -> st.SearchStrategy:
     """Any value of a field; a list has ``num_items``."""
+    if get_origin(hint) is Annotated:
+        kind, limits = get_args(hint)
+        return {int: st.integers, float: st.floats}[kind](limits.ge, limits.le)
     if hint is int:
         return st.integers(-(2**63), 2**64 - 1)
     if hint is float:
@@ -61,11 +66,13 @@ def values(hint, num_items: int | None = None) -> st.SearchStrategy:
 
 def messages(struct: type) -> st.SearchStrategy:
     """Any instance of a message type, its parallel lists of equal lengths."""
+    hints = get_type_hints(struct, include_extras=True)
 
     def of_size(num_rows: int) -> st.SearchStrategy:
-        return st.builds(
-            struct, **{name: values(hint, num_rows) for name, hint in get_type_hints(struct).items()}
-        )
+        fields = {name: values(hint, num_rows) for name, hint in hints.items()}
+        if struct is Round:
+            fields["requests"] = st.lists(values(int), min_size=num_rows, max_size=num_rows, unique=True)
+        return st.builds(struct, **fields)
 
     return st.integers(0, 4).flatmap(of_size)
 
@@ -168,6 +175,8 @@ def test_a_field_of_the_wrong_type_is_malformed(decode, struct, name, hint, data
         if get_origin(hint) is dict
         else [7, None, {}, "never", [None], [[["x"]]]],
     )
+    if NoneType in get_args(hint):
+        wrong = [value for value in wrong if value is not None]
     fields = msgspec.to_builtins(data.draw(messages(struct)))
     fields[1 + list(get_type_hints(struct)).index(name)] = data.draw(st.sampled_from(wrong))
     with pytest.raises(MalformedMessage):
@@ -203,6 +212,30 @@ def test_extra_fields_and_unknown_tags_are_malformed(decode, data):
 def test_parallel_lists_of_unequal_lengths_are_malformed(decode, message):
     with pytest.raises(MalformedMessage, match="unequal lengths"):
         decode(encode(message))
+
+
+def test_a_request_that_stands_in_two_rows_is_malformed():
+    with pytest.raises(MalformedMessage, match="two rows"):
+        decode_to_draft(encode(Round(1, [1, 2, 1], [0, 0, 1], [5, 5, 6], [0, 0, 0], [7, 7, 7])))
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        (Open(1, 0, [1], temperature=-0.5), "temperature"),
+        (Open(1, 0, [1], temperature=math.nan), "temperature"),
+        (Open(1, 0, [1], seed=2**63), "seed"),
+        (Round(1, [1], [0], [4], [-1], [7]), "num_accepted"),
+        (Round(1, [1], [0], [4], [MAX_LOOKAHEAD + 1], [7]), "num_accepted"),
+        (Round(1, [], [], [], [], [], verify_ms=math.nan), "verify_ms"),
+        (Round(1, [], [], [], [], [], verify_ms=math.inf), "verify_ms"),
+        (Round(1, [], [], [], [], [], verify_ms=-1.0), "verify_ms"),
+    ],
+)
+def test_numbers_that_nobody_can_compute_with_are_malformed(message, where):
+    """They would end up in a tensor or in a running mean."""
+    with pytest.raises(MalformedMessage, match=rf"\$\[{message.__struct_fields__.index(where) + 1}\]"):
+        decode_to_draft(encode(message))
 
 
 ARRAY_OF_4G = b"\xdd\xff\xff\xff\xff"
@@ -309,6 +342,7 @@ WELCOME = Welcome(PROTOCOL_VERSION, "the-draft", 1000, 512, 8, 4096, "boot")
         (dict(lookahead=0), "same", ["--speculative-num-steps", "0"]),
         (dict(lookahead=-3), "same", ["--speculative-num-steps", "-3"]),
         (dict(fan_out_budget=-1), "same", ["fan-out budget", "-1"]),
+        (dict(vocab_size=0), "same", ["vocabulary", "0", "the-target"]),
     ],
 )
 def test_why_incompatible_names_what_does_not_fit(changes, fingerprint, words):

@@ -7,11 +7,11 @@ Rows travel as parallel lists in one message a round.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 #: More than anybody drafts; a draft sizes its estimators by what a verifier asks for.
 MAX_LOOKAHEAD, MAX_FAN_OUT_BUDGET = 64, 1024
 
@@ -25,6 +25,11 @@ CloseReason = Literal["finished", "aborted", "retracted"]
 Sampling = Literal["shared-noise", "residual"]
 #: A measured value, a list by position, or a mapping by size or source.
 Estimate = None | float | list[float] | dict[str | int, float]
+#: Numbers that the other side computes with: what is out of range, or not a number, is malformed.
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Temperature = Annotated[float, msgspec.Meta(ge=0.0)]
+NumAccepted = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOOKAHEAD)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 #: How guesses are spread over the positions of a proposal.
 FanOutName = Literal["uniform", "geometric", "measured"]
 #: Who answers a miss. ``neural``: the draft model, while the row waits. ``ngram``: a suffix match in the request's own
@@ -93,8 +98,8 @@ class Open(_Message):
     request: int
     generation: int
     token_ids: list[int]
-    temperature: float = 0.0
-    seed: int = 0
+    temperature: Temperature = 0.0
+    seed: Seed = 0
 
 
 class Round(_Message):
@@ -109,10 +114,10 @@ class Round(_Message):
     requests: list[int]
     generations: list[int]
     committed_lens: list[int]
-    num_accepted: list[int]
+    num_accepted: list[NumAccepted]
     bonus_tokens: list[int]
     saguaro_c: float = 1.0
-    verify_ms: float = 0.0
+    verify_ms: Milliseconds = 0.0
 
     def keys(self) -> list[RowKey]:
         return [RowKey(*pair) for pair in zip(self.requests, self.generations, strict=True)]
@@ -143,9 +148,11 @@ class Close(_Message):
 
 
 class Ping(_Message):
-    """Either side asks whether the other is alive."""
+    """Either side asks whether the other is alive. With ``open_requests`` a verifier names all that it has open: the draft
+    frees the others, whose ``Close`` was lost."""
 
     nonce: int
+    open_requests: list[int] | None = None
 
 
 class Pong(_Message):
@@ -160,7 +167,8 @@ class Pong(_Message):
 class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Counters of one draft process since it started. Times are sums in milliseconds. ``fallback_threshold`` is the batch
     size b* of Theorem 17 from which on n-gram backups are faster; None while unknown or never. ``lookahead`` and
-    ``fan_out_budget`` are those in force, the largest over verifiers."""
+    ``fan_out_budget`` are those in force, the largest over verifiers. ``idle_leaks``: times that something was held
+    without a session."""
 
     num_sessions: int = 0
     num_branch_rows: int = 0
@@ -193,6 +201,7 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     fallback_threshold: float | None = None
     lookahead: int = 0
     fan_out_budget: int = 0
+    idle_leaks: int = 0
 
 
 ToDraft = Hello | Open | Round | Close | Ping | Pong | Refuse
@@ -219,6 +228,8 @@ def decode_to_draft(frame: bytes) -> ToDraft:
     if isinstance(message, Round):
         _check_parallel("Round", message.requests, message.generations, message.committed_lens,
                         message.num_accepted, message.bonus_tokens)  # fmt: skip
+        if len(set(message.requests)) < len(message.requests):
+            raise MalformedMessage("Round: a request stands in two rows")
     elif isinstance(message, Close):
         _check_parallel("Close", message.requests, message.generations)
     return message
@@ -265,6 +276,8 @@ def why_incompatible(hello: Hello, welcome: Welcome, tokenizer_fingerprint: str)
         )
     if len(fingerprints - {""}) > 1:
         return f"the tokenizers of target {hello.target_model} and draft {welcome.draft_model} differ"
+    if hello.vocab_size < 1:
+        return f"vocabulary of {hello.vocab_size} tokens in target {hello.target_model}"
     if not 1 <= hello.lookahead <= MAX_LOOKAHEAD:
         return f"lookahead (--speculative-num-steps) {hello.lookahead} is not in 1..{MAX_LOOKAHEAD}"
     if not 0 <= hello.fan_out_budget <= MAX_FAN_OUT_BUDGET:
