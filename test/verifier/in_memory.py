@@ -10,10 +10,16 @@ import pytest
 
 from sglang_ssd.verifier import draft_client
 from sglang_ssd.verifier.draft_client import DraftClient
-from sglang_ssd.wire.channel import Received
-from sglang_ssd.wire.messages import Hello, ToDraft, ToVerifier, decode_to_draft, decode_to_verifier, encode
-
-PEER = b"verifier"
+from sglang_ssd.wire.channel import MalformedFromPeer, Received
+from sglang_ssd.wire.messages import (
+    Hello,
+    MalformedMessage,
+    ToDraft,
+    ToVerifier,
+    decode_to_draft,
+    decode_to_verifier,
+    encode,
+)
 
 
 class Line:
@@ -27,6 +33,8 @@ class Line:
         self.is_stalled = False
         self.is_closed = False
         self.now_s = 1000.0
+        #: Who the draft hears. A verifier that is started again is somebody else.
+        self.peer = b"verifier 1"
         #: Called when the verifier waits and nothing is there: the draft's chance to speak.
         self.when_waiting: Callable[[], None] = lambda: None
 
@@ -71,12 +79,17 @@ class DraftEnd:
         self._line = line
 
     def receive(self, timeout_ms: float | None) -> Received | None:
-        return Received(PEER, decode_to_draft(self._line.to_draft.popleft())) if self._line.to_draft else None
+        if not self._line.to_draft:
+            return None
+        try:
+            return Received(self._line.peer, decode_to_draft(self._line.to_draft.popleft()))
+        except MalformedMessage as error:
+            raise MalformedFromPeer(self._line.peer, str(error)) from None
 
     def send(self, peer: bytes, message: ToVerifier) -> bool:
-        assert peer == PEER
-        self._line.say(message)
-        return True
+        if peer == self._line.peer:
+            self._line.say(message)
+        return peer == self._line.peer
 
 
 def client_on(line: Line, hello: Hello, round_timeout_ms: float, patch: pytest.MonkeyPatch) -> DraftClient:

@@ -117,7 +117,7 @@ class DraftClient:
         if now - self._last_ping_s >= PING_INTERVAL_S:
             self._last_ping_s = now
             if self._refusal is None:
-                self._send(Ping(self._next_ticket))
+                self._send(Ping(self._next_ticket, [session.key.request for session in self._sessions]))
             else:
                 self._channel.send(self._hello)
             if self._unanswered_since_s is None:
@@ -161,6 +161,10 @@ class DraftClient:
 
     def num_sessions(self) -> int:
         return len(self._sessions)
+
+    def num_tickets(self) -> int:
+        """Rounds whose answer is awaited."""
+        return len(self._tickets)
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
