@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang_ssd.algorithm.online_choice import OnlineChoice
+from sglang_ssd.bridge.idle_check import IdleCheck
 from sglang_ssd.bridge.parallel import is_first_rank
 from sglang_ssd.bridge.process import fail_start
 from sglang_ssd.bridge.scheduler import SchedulerBase
@@ -27,6 +28,7 @@ class SSDScheduler(SchedulerBase):
         super().__init__(*args, **kwargs)
         self.options = ssd_options(self.server_args)
         self.stats: VerifierStats | None = None
+        self.idle_check = IdleCheck()
         if isinstance(self.draft_worker, SSDWorker):
             self.stats = VerifierStats(self.server_args.decode_log_interval, self.metrics_labels())
             client = self._connect() if is_first_rank() else None
@@ -89,11 +91,14 @@ class SSDScheduler(SchedulerBase):
 
     def when_idle(self) -> None:
         if self.stats is not None and self.is_fully_idle():
-            num_left = self.draft_worker.close_all()
-            if num_left:
-                logger.warning("%d sessions were open on an idle scheduler and are closed now", num_left)
+            self.idle_check.look(self.draft_worker.held_at_rest())
+            self.draft_worker.close_all()
         if self.client is not None:
             self.client.tend()
+
+    def when_aborted(self, request) -> None:
+        if self.stats is not None:
+            self.draft_worker.forget(request)
 
     def request_info(self, rid: str) -> dict[str, list]:
         if self.stats is None:
@@ -111,6 +116,7 @@ class SSDScheduler(SchedulerBase):
         state: dict[str, Any] = {
             "mode": self.options.mode,
             "sampling": self.options.sampling,
+            "idle_leaks": self.idle_check.num_leaks,
             **self.stats.snapshot(),
         }
         if self.options.sampling == "residual":
