@@ -91,7 +91,8 @@ class SSDWorker(SpecWorkerBase):
         started = time.perf_counter()
         proposals = self._collect(sessions)
         collected = time.perf_counter()
-        draft_tokens, lengths = pad(proposals, self.lookahead, self.device)
+        is_plain = self.can_narrow and not any(proposal.token_ids for proposal in proposals)
+        draft_tokens, lengths = pad(proposals, 0 if is_plain else self.lookahead, self.device)
         verified = self.run_verify(batch, draft_tokens)
         decision = self._decide(batch, verified, sessions, proposals, draft_tokens, lengths)
         decided = time.perf_counter()
@@ -99,7 +100,9 @@ class SSDWorker(SpecWorkerBase):
             RoundRecord(proposal.source, len(proposal.token_ids), accepted + 1)
             for proposal, accepted in zip(proposals, decision.num_accepted.tolist(), strict=True)
         ]
-        self._send_outcomes(sessions, records, decision, (decided - collected) * 1e3)
+        # The draft learns what a verify takes, not what a plain step does.
+        verify_ms = 0.0 if is_plain else (decided - collected) * 1e3
+        self._send_outcomes(sessions, records, decision, verify_ms)
         self._count(sessions, records, (collected - started) * 1e3, (decided - collected) * 1e3)
         return self.verify_result(batch, verified, decision.token_ids, decision.num_accepted, on_publish)
 
@@ -280,7 +283,8 @@ class SSDWorker(SpecWorkerBase):
 
 
 def pad(proposals: list[ProposedRow], lookahead: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Proposals as tensors: int64 [B, K] token ids, padded with token 0, and int64 [B] lengths."""
+    """Proposals as tensors: int64 [B, lookahead] token ids, padded with token 0, and int64 [B] lengths."""
     rows = [[*proposal.token_ids, *[0] * (lookahead - len(proposal.token_ids))] for proposal in proposals]
     lengths = [len(proposal.token_ids) for proposal in proposals]
-    return torch.tensor(rows, device=device).view(-1, lookahead), torch.tensor(lengths, device=device)
+    tokens = torch.tensor(rows, dtype=torch.int64, device=device).view(len(proposals), lookahead)
+    return tokens, torch.tensor(lengths, device=device)
