@@ -3,7 +3,7 @@
 An async server on the test pair has its draft in a process of its own, behind a proxy. While requests arrive, greedy and
 with seeds, a script with a seed does to the draft and to the line whatever comes to its mind:
 
-  kill       SIGKILL; the draft is started again a little later
+  kill       SIGKILL; the draft is started again a little later, and mostly left alone until it has loaded
   replace    the same, with other weights
   stop       SIGSTOP for some seconds
   slow       stopped half of the time, in short turns
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -46,6 +47,8 @@ from sglang_ssd.wire.channel import RunDirectory
 
 LOOKAHEAD, BUDGET, ROUND_TIMEOUT_MS = 3, 12, 500
 SHORTEST_ANSWER, LONGEST_ANSWER = 40, 240
+#: Of target and draft: a pool by free memory might find none where others come and go.
+POOL = ("--max-total-tokens", "32768")
 #: Requests in flight at most; those that come later wait for one to end.
 NUM_AT_ONCE = 32
 FAULTS = ("kill", "replace", "stop", "slow", "garble")
@@ -62,21 +65,30 @@ class Draft:
     """A draft process that can be killed and started again. ``num_died`` counts those that ended by themselves."""
 
     def __init__(self, endpoint: str, cores: str, log_path: Path) -> None:
-        self._command = [*LAUNCHER, "--endpoint", endpoint, "--device", "cpu", "--cores", cores]
+        self._command = [*LAUNCHER, "--endpoint", endpoint, "--device", "cpu", "--cores", cores, *POOL]
         self._log_path = log_path
         self._process: subprocess.Popen | None = None
+        self._ready_fd: int | None = None
         self.num_started = self.num_died = 0
 
     def start(self, model: Path) -> None:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._ready_fd, child_fd = os.pipe()
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._command, "--model-path", str(model)],
+                [*self._command, "--model-path", str(model), "--ready-fd", str(child_fd)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                pass_fds=[child_fd],
                 start_new_session=True,
             )
+        os.close(child_fd)
         self.num_started += 1
+
+    def wait_until_ready(self, is_over: threading.Event) -> None:
+        """Until it listens, or has ended, or ``is_over``."""
+        while not is_over.is_set() and not select.select([self._ready_fd], [], [], 0.2)[0]:
+            pass
 
     def signal(self, number: int) -> None:
         if self.is_running():
@@ -86,14 +98,18 @@ class Draft:
         """A draft that ended without being told to is counted, once."""
         if self._process is not None and self._process.poll() is not None:
             self.num_died += 1
-            self._process = None
+            self._forget()
         return self._process is not None
 
     def kill(self) -> None:
         if self.is_running():
             self._process.kill()
             self._process.wait()
-            self._process = None
+            self._forget()
+
+    def _forget(self) -> None:
+        os.close(self._ready_fd)
+        self._process = self._ready_fd = None
 
 
 class Weather(NamedTuple):
@@ -216,6 +232,8 @@ class Storm:
         self._draft.kill()
         self._is_over.wait(self._random.uniform(0.0, 2.0) * self._pause_s)
         self._draft.start(model)
+        if self._random.random() < 0.75:
+            self._draft.wait_until_ready(self._is_over)
 
     def _stop(self) -> None:
         self._draft.signal(signal.SIGSTOP)
@@ -357,7 +375,7 @@ def stage(pair: PairPaths, other_drafts: Path, seed: int, log: Path, cores: tupl
             *("--device", "cpu", "--dtype", "float32", "--model-path", str(pair.target)),
             *("--speculative-num-steps", str(LOOKAHEAD), "--ssd-fan-out-budget", str(BUDGET)),
             *("--ssd-draft-endpoint", directory.endpoint("line"), "--ssd-target-cores", cores[0]),
-            *("--ssd-round-timeout-ms", str(ROUND_TIMEOUT_MS)),
+            *("--ssd-round-timeout-ms", str(ROUND_TIMEOUT_MS), *POOL),
         ]
         yield Stage(stack.enter_context(serving(arguments, log, "async")), draft, line, models)
 
@@ -398,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
         cores = cores_of_both()
         plain_arguments = [
             *options.server_arguments(pair, "off", dtype="float32"),
-            *("--ssd-target-cores", cores[0]),
+            *("--ssd-target-cores", cores[0], *POOL),
         ]
         with serving(plain_arguments, options.log_path(args.out, "off"), "off") as off:
             answers = off.ask_all([[request] for request in requests], 8, "plain")

@@ -18,6 +18,7 @@ import random
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import atheris
@@ -123,7 +124,7 @@ class Run:
             "slowest_connection_cpu_ms": round(self._machines.slowest_cpu_ms, 1),
             "memory_mib_after_a_third": round(self._settled_mib, 1),
             "memory_growth_mib": round(growth_mib, 1),
-            "atheris": atheris.__version__ if hasattr(atheris, "__version__") else None,
+            "atheris": version("atheris"),
         }
         print(json.dumps(figures, indent=2), flush=True)
         if self._out is not None:
