@@ -85,14 +85,15 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def new_figure():
-    """A figure for a file and its axes. matplotlib is imported only where something is drawn."""
+def new_figure(num_columns: int = 1):
+    """A figure for a file and its axes, an array of them when there are several. matplotlib is imported only where
+    something is drawn."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(figsize=(7, 4), layout="constrained")
+    return plt.subplots(ncols=num_columns, figsize=(7 * num_columns, 4), layout="constrained")
 
 
 def save_figure(figure, path: Path) -> None:

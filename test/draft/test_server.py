@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from draft.toy import VOCAB_SIZE, ToyChannel, ToyRunner, continuation, patient_policy, ranks_after
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_ssd.algorithm.acceptance import Snapshot
 from sglang_ssd.algorithm.lookahead import Size
 from sglang_ssd.algorithm.ngram import LazyNGramIndex
+from sglang_ssd.bridge.idle_check import STRICT_SWITCH, StillHeld
 from sglang_ssd.draft import server as draft_server
 from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.server import PREFILL_CHUNK_TOKENS, DraftIdentity, DraftServer
@@ -539,6 +541,87 @@ def test_unknown_peer_must_greet_and_pings_are_answered():
     (pong,) = run.sent()
     assert isinstance(pong, Pong) and pong.nonce == 6 and pong.stats.total_kv_slots == run.total.total_slots
     assert pong.estimates.keys() == set(Snapshot._fields) and pong.estimates["acceptance"] > 0
+
+
+def test_a_ping_frees_what_its_verifier_does_not_name():
+    """Whose ``Close`` was lost, or whose ``Open`` came twice."""
+    run = Harness(num_rows=3, budget=0)
+    for request in (1, 2, 3, 4):
+        run.open(request, [request])
+    run.say(hello(), b"other")
+    run.run()
+    (denied,) = run.server._peers[PEER].denied
+    assert denied.request == 4 and run.server.stats().num_sessions == 3
+    run.say(Ping(1))
+    run.say(Ping(2, []), b"other")
+    run.say(Ping(3, [2, 4]))
+    run.run()
+    assert run.sent()[-1].stats.num_sessions == run.server.stats().num_sessions == 1
+    run.outcome({2: (0, 7)})
+    run.run()
+    assert run.take([2]) == {2: "neural"}
+    assert run.server._peers[PEER].denied == {denied}
+    run.say(Ping(4, []))
+    run.run()
+    assert not run.server._peers[PEER].denied
+    run.assert_all_free()
+
+
+def leak_a_slot(run: Harness) -> None:
+    run.runner.pool.take_slots(1)
+
+
+def leak_a_row(run: Harness) -> None:
+    run.runner.pool.take_row()
+
+
+def leak_an_early_answer(run: Harness) -> None:
+    run.server._answered_rows.add((PEER, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("leak", "words"),
+    [
+        (leak_a_slot, "1 KV slots"),
+        (leak_a_row, "1 rows"),
+        (leak_an_early_answer, "1 rows answered early"),
+    ],
+)
+def test_what_an_idle_draft_still_holds_ends_a_test_and_is_said_once_in_production(
+    leak, words, monkeypatch, caplog
+):
+    run = Harness()
+    run.open(1, [3, 1, 4])
+    run.run()
+    leak(run)
+    assert run.server.held_at_rest() == [], "a session is open: it may hold anything"
+    run.say(Close([1], [0], "finished"))
+    with pytest.raises(StillHeld, match=words):
+        run.run()
+    monkeypatch.setenv(STRICT_SWITCH, "0")
+    run.run()
+    assert run.server.held_at_rest() == [words] and run.server.stats().idle_leaks == 1
+    assert [record.message for record in caplog.records].count(f"held though nothing is served: {words}") == 1
+
+
+@pytest.mark.parametrize("first", [Ping(1, []), None])
+def test_early_answers_of_a_round_that_does_not_stand_are_forgotten(first):
+    """A hit leaves between the layers of a forward; what came just before ends its session, or is the same round."""
+    run, ranks = prepared_round()
+    while not any(len(branch.drafted) == K for s in run.server._sessions() for branch in s.cache.branches()):
+        run.run(1)
+    round_ = Round(9, [1], [0], [len(run.tokens[1]) + 1], [0], [ranks[1]])
+
+    def arriving() -> None:
+        run.say(first or msgspec.structs.replace(round_, ticket=8))
+        run.say(round_)
+
+    run.runner.in_the_middle = arriving
+    run.run()
+    answers = [message for message in run.sent() if isinstance(message, Proposal)]
+    assert [a.sources for a in answers if a.ticket == 9] == [["hit"], ["unknown"]]
+    assert run.server.held_at_rest() == []
+    run.assert_all_free()
 
 
 def test_answers_to_a_peer_that_left_are_counted():

@@ -65,7 +65,9 @@ class ToyPool:
         self.locked: list[tuple[int, ...]] = []
 
     def capacity(self) -> Capacity:
-        return Capacity(len(self.free_slots), self.num_slots, len(self.free_rows), self.num_rows)
+        """Slots of prefixes that nobody reads count as free."""
+        free_slots = len(self.free_slots) + len(self._evictable())
+        return Capacity(free_slots, self.num_slots, len(self.free_rows), self.num_rows)
 
     def take_row(self) -> int | None:
         return self.free_rows.pop() if self.free_rows else None
@@ -118,12 +120,16 @@ class ToyPool:
 
     def evict(self) -> None:
         """Free what nobody reads."""
-        for key in list(self.left_behind):
-            if not any(locked[: len(key)] == key for locked in self.locked):
-                slot = self.left_behind.pop(key)
-                assert slot not in self.free_slots, f"slot {slot} is left behind and given back"
-                self.token_of_slot.pop(slot, None)
-                self.free_slots.append(slot)
+        for key in self._evictable():
+            slot = self.left_behind.pop(key)
+            assert slot not in self.free_slots, f"slot {slot} is left behind and given back"
+            self.token_of_slot.pop(slot, None)
+            self.free_slots.append(slot)
+
+    def _evictable(self) -> list[tuple[int, ...]]:
+        return [
+            key for key in self.left_behind if not any(locked[: len(key)] == key for locked in self.locked)
+        ]
 
     def store(self, row: int, position: int, token: int) -> None:
         self.token_of_slot[int(self.table[row, position])] = token

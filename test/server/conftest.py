@@ -24,8 +24,10 @@ SHARED_FLAGS = [
     "--constrained-json-disable-any-whitespace",
 ]
 FLAGS = {
-    "async": ["--enable-metrics"],
-    "sync": ["--ssd-mode", "sync", "--reasoning-parser", "deepseek-r1"],
+    # Long prompts come in chunks, with pages of one token.
+    "async": ["--enable-metrics", "--chunked-prefill-size", "256"],
+    # Its weights can be updated.
+    "sync": ["--ssd-mode", "sync", "--reasoning-parser", "deepseek-r1", "--no-ssd-pack-weights"],
     "off": ["--ssd-mode", "off", "--reasoning-parser", "deepseek-r1"],
     "parallel": ["--tp-size", "2"],
     # The scheduler takes in more requests than the pool can finish, and prompts in chunks.
@@ -70,8 +72,11 @@ class Fleet:
         self._servers.pop(name).stop()
 
     def stop_all(self) -> None:
+        self.stop_all_but()
+
+    def stop_all_but(self, *kept: str) -> None:
         failures = []
-        for name in list(self._servers):
+        for name in [name for name in self._servers if name not in kept]:
             try:
                 self.stop(name)
             except AssertionError as error:

@@ -43,7 +43,7 @@ def test_requests_of_every_fate_lose_no_slot(paged_server):
             paged_server.ask(body)
 
     with ThreadPoolExecutor(12) as threads:
-        list(threads.map(meet_its_fate, range(60)))
+        list(threads.map(meet_its_fate, range(200)))
     paged_server.wait_until_free()
 
 

@@ -136,6 +136,7 @@ def test_stop_strings_inside_runs_equal_plain(sync_server, async_server, off_ser
                 assert (ours.text, ours.output_ids) == (theirs.text, theirs.output_ids)
                 assert ours.meta_info["finish_reason"] == theirs.meta_info["finish_reason"]
                 assert ours.meta_info["finish_reason"]["type"] == "stop"
+                check_usage(ours, 24)
                 if server is sync_server:
                     ended_inside += len(ours.output_ids) - 1 < runs(ours)[-1][1]
     assert ended_inside >= 6

@@ -12,10 +12,16 @@ from sglang_ssd.algorithm.round_limit import RoundLimit
 from sglang_ssd.verifier import draft_client, drafts
 from sglang_ssd.verifier.draft_client import DraftClient
 from sglang_ssd.verifier.drafts import Drafts
-from sglang_ssd.wire.channel import LinkBroken, Received
-from sglang_ssd.wire.messages import Hello, ToDraft, ToVerifier, decode_to_draft, decode_to_verifier, encode
-
-PEER = b"verifier"
+from sglang_ssd.wire.channel import LinkBroken, MalformedFromPeer, Received
+from sglang_ssd.wire.messages import (
+    Hello,
+    MalformedMessage,
+    ToDraft,
+    ToVerifier,
+    decode_to_draft,
+    decode_to_verifier,
+    encode,
+)
 
 
 class Clock:
@@ -41,6 +47,8 @@ class Line:
         #: What the draft said is still on its way.
         self.is_stalled = False
         self.is_closed = False
+        #: Who the draft hears. A verifier that is started again is somebody else.
+        self.peer = b"verifier 1"
         #: Called when the verifier waits and nothing is there: the draft's chance to speak.
         self.when_waiting: Callable[[], None] = lambda: None
 
@@ -113,12 +121,17 @@ class DraftEnd:
         self._line = line
 
     def receive(self, timeout_ms: float | None) -> Received | None:
-        return Received(PEER, decode_to_draft(self._line.to_draft.popleft())) if self._line.to_draft else None
+        if not self._line.to_draft:
+            return None
+        try:
+            return Received(self._line.peer, decode_to_draft(self._line.to_draft.popleft()))
+        except MalformedMessage as error:
+            raise MalformedFromPeer(self._line.peer, str(error)) from None
 
     def send(self, peer: bytes, message: ToVerifier) -> bool:
-        assert peer == PEER
-        self._line.say(message)
-        return True
+        if peer == self._line.peer:
+            self._line.say(message)
+        return peer == self._line.peer
 
 
 def drafts_on(lines: list[Line], hello: Hello, limit: RoundLimit, patch: pytest.MonkeyPatch) -> Drafts:

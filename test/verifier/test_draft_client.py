@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from draft.toy import VOCAB_SIZE, ToyRunner, continuation, patient_policy, ranks_after
@@ -16,7 +17,8 @@ from verifier.in_memory import DraftEnd, Line, drafts_on
 
 from sglang_ssd.algorithm.round_limit import RoundLimit
 from sglang_ssd.algorithm.target_law import SamplingLaw
-from sglang_ssd.draft.server import DraftIdentity, DraftServer
+from sglang_ssd.draft import server as draft_server
+from sglang_ssd.draft.server import SILENT_PEER_S, DraftIdentity, DraftServer
 from sglang_ssd.verifier.draft_client import (
     DOWN_AFTER_S,
     PING_INTERVAL_S,
@@ -480,6 +482,17 @@ def test_a_draft_that_answers_no_ping_is_down_and_comes_back(run):
     assert isinstance(opened, Open) and opened.token_ids == session.tokens[:-1] and isinstance(told, Round)
 
 
+def test_a_ping_names_what_is_open(run):
+    """So that the draft can free what it was not told to close."""
+    sessions, _ = run.opened(1, 2, 3)
+    run.client.close(sessions[1:2], "finished")
+    run.line.heard()
+    run.line.now_s += PING_INTERVAL_S
+    run.client.tend()
+    (ping,) = run.line.heard()
+    assert sorted(ping.open_requests) == [1, 3]
+
+
 def test_pings_are_spaced(run):
     for _ in range(100):
         run.client.tend()
@@ -784,9 +797,9 @@ def test_tickets_of_a_silent_draft_do_not_pile_up(run):
             run.outcomes((session, 0, 7))
         if turn % 3 == 0:
             run.drafts.collect(sessions)
-        assert len(run.client._tickets) <= len(sessions)
+        assert run.client.num_tickets() <= len(sessions)
     run.drafts.close(sessions, "finished")
-    assert run.client._tickets == {}, "or closed requests stay in memory"
+    assert run.client.num_tickets() == 0, "or closed requests stay in memory"
     assert run.client.num_sessions() == 0
 
 
@@ -794,8 +807,9 @@ def test_tickets_of_a_silent_draft_do_not_pile_up(run):
 
 
 class Pair(RuleBasedStateMachine):
-    """A client and the draft's real loop with a toy model. Anything may be late, lost, refused or restarted; what is
-    proposed is always the draft's own continuation of the committed tokens, and in the end nothing is held."""
+    """A client and the draft's real loop with a toy model. Anything may be late, lost, doubled, overtaken, garbled,
+    refused or restarted; what is proposed is always the draft's own continuation of the committed tokens, and in the
+    end nothing is held."""
 
     num_rows, num_slots, max_sessions = 64, 4096, 8
 
@@ -803,14 +817,26 @@ class Pair(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.line = Line()
+        clock = SimpleNamespace(monotonic=self.line.clock.monotonic, perf_counter=time.perf_counter)
+        self.patch.setattr(draft_server, "time", clock)
         self.line.when_waiting = lambda: self.draft_works(self.turns_per_wait)
-        self.drafts = drafts_on([self.line], HELLO, RoundLimit(TIMEOUT_MS), self.patch)
-        (self.client,) = self.drafts.clients
         self.turns_per_wait = 4
+        self.num_verifiers = 0
+        self.was_garbled = False
+        self.start_draft()
+        self.start_verifier()
+
+    def start_verifier(self) -> None:
+        self.num_verifiers += 1
+        self.line.peer = b"verifier %d" % self.num_verifiers
         self.sessions: list[VerifierSession] = []
         self.num_requests = 0
-        self.start_draft()
+        self.drafts = drafts_on([self.line], HELLO, RoundLimit(TIMEOUT_MS), self.patch)
+        (self.client,) = self.drafts.clients
+        self.line.is_full = self.line.is_stalled = False
+        turns, self.turns_per_wait = self.turns_per_wait, 4
         self.drafts.connect(timeout_s=1)
+        self.turns_per_wait = turns
 
     def start_draft(self) -> None:
         self.runner = ToyRunner(self.num_rows, self.num_slots)
@@ -918,10 +944,40 @@ class Pair(RuleBasedStateMachine):
     def the_queue_fills_or_empties(self, is_full):
         self.line.is_full = is_full
 
-    @rule(tag=st.sampled_from([b"Proposal", b"Welcome", b"Pong", b"Hello", b"Open", b"Round", b"Ping"]))
+    @rule(
+        tag=st.sampled_from(
+            [b"Proposal", b"Welcome", b"Pong", b"Hello", b"Open", b"Round", b"Ping", b"Close"]
+        )
+    )
     def messages_are_lost(self, tag):
         self.line.to_draft = deque(frame for frame in self.line.to_draft if tag not in frame)
         self.line.to_verifier = deque(frame for frame in self.line.to_verifier if tag not in frame)
+
+    @rule(data=st.data(), is_to_draft=st.booleans())
+    def a_message_comes_again(self, data, is_to_draft):
+        frames = self.on_the_way(is_to_draft)
+        if frames:
+            place = data.draw(st.integers(0, len(frames)))
+            frames.insert(place, data.draw(st.sampled_from(list(frames))))
+
+    @rule(data=st.data(), is_to_draft=st.booleans())
+    def messages_overtake_each_other(self, data, is_to_draft):
+        frames = self.on_the_way(is_to_draft)
+        order = data.draw(st.permutations(list(frames)))
+        frames.clear()
+        frames.extend(order)
+
+    @rule(data=st.data(), is_to_draft=st.booleans(), nonsense=st.sampled_from([b"", b"nonsense", None]))
+    def a_message_is_garbled(self, data, is_to_draft, nonsense):
+        frames = self.on_the_way(is_to_draft)
+        places = [place for place, frame in enumerate(frames) if isinstance(frame, bytes)]
+        if places:
+            place = data.draw(st.sampled_from(places))
+            frames[place] = frames[place][:-1] if nonsense is None else nonsense
+            self.was_garbled = True
+
+    def on_the_way(self, is_to_draft: bool) -> deque[bytes]:
+        return self.line.to_draft if is_to_draft else self.line.to_verifier
 
     @rule(num_arrived=st.integers(0, 5))
     def the_connection_breaks(self, num_arrived):
@@ -937,16 +993,29 @@ class Pair(RuleBasedStateMachine):
         if is_noticed:
             self.line.to_verifier.append(LinkBroken("the connection broke"))
 
+    @rule(says_so=st.booleans(), num_arrived=st.integers(0, 5))
+    def the_verifier_is_started_again(self, says_so, num_arrived):
+        if says_so:
+            self.line.is_full = False
+            self.client.disconnect()
+        else:
+            self.line.to_draft = deque(list(self.line.to_draft)[:num_arrived])
+        # What was on its way to it is lost.
+        self.draft_works(20)
+        self.line.to_draft.clear()
+        self.line.to_verifier.clear()
+        self.start_verifier()
+
     @invariant()
     def the_client_holds_what_is_open(self):
         assert self.client.num_sessions() == len(self.sessions)
-        assert len(self.client._tickets) <= len(self.sessions)
-        assert self.client.counts.malformed == 0
+        assert self.client.num_tickets() <= len(self.sessions)
+        assert self.was_garbled or self.client.counts.malformed == 0
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        for _ in range(3):
+    def settle(self, seconds: int = 3) -> None:
+        for _ in range(seconds):
             self.line.now_s += PING_INTERVAL_S
             self.client.tend()
             self.draft_works(40)
@@ -960,9 +1029,13 @@ class Pair(RuleBasedStateMachine):
             self.assert_all_are_served()
             self.leave(self.sessions, "finished")
             self.settle()
-            assert self.client.num_sessions() == 0 and self.client._tickets == {}
+            if self.num_verifiers > 1:
+                self.settle(int(SILENT_PEER_S) + 2)
+            assert self.client.num_sessions() == self.client.num_tickets() == 0
             stats = self.draft.stats()
             assert stats.num_sessions == stats.num_branch_rows == 0
+            assert self.draft.held_at_rest() == []
+            assert not any(peer.denied for peer in self.draft._peers.values())
             self.runner.pool.evict()
             assert not self.runner.pool.left_behind and self.runner.pool.capacity() == self.all_free
         finally:

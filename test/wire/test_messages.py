@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ssd.wire.messages import (
+    MAX_LOOKAHEAD,
     MAX_MESSAGE_BYTES,
     MAX_OPEN_REQUESTS,
     PROTOCOL_VERSION,
@@ -73,10 +75,13 @@ def given_only(limits: dict) -> dict:
 
 def messages(struct: type) -> st.SearchStrategy:
     """Any instance of a message type, its parallel lists of equal lengths."""
+    hints = get_type_hints(struct, include_extras=True)
 
     def of_size(num_rows: int) -> st.SearchStrategy:
-        hints = get_type_hints(struct, include_extras=True)
-        return st.builds(struct, **{name: values(hint, num_rows) for name, hint in hints.items()})
+        fields = {name: values(hint, num_rows) for name, hint in hints.items()}
+        if struct is Round:
+            fields["requests"] = st.lists(values(int), min_size=num_rows, max_size=num_rows, unique=True)
+        return st.builds(struct, **fields)
 
     return st.integers(0, 4).flatmap(of_size)
 
@@ -179,6 +184,8 @@ def test_a_field_of_the_wrong_type_is_malformed(decode, struct, name, hint, data
         if get_origin(hint) is dict
         else [7, None, {}, "never", [None], [[["x"]]]],
     )
+    if NoneType in get_args(hint):
+        wrong = [value for value in wrong if value is not None]
     fields = msgspec.to_builtins(data.draw(messages(struct)))
     fields[1 + list(get_type_hints(struct)).index(name)] = data.draw(st.sampled_from(wrong))
     with pytest.raises(MalformedMessage):
@@ -265,6 +272,30 @@ def test_the_largest_legal_messages_fit_their_limit():
     ):
         assert len(encode(message)) <= largest_to_draft(context_length)
     assert largest_to_draft(10**9) == MAX_MESSAGE_BYTES
+
+
+def test_a_request_that_stands_in_two_rows_is_malformed():
+    with pytest.raises(MalformedMessage, match="two rows"):
+        decode_to_draft(encode(Round(1, [1, 2, 1], [0, 0, 1], [5, 5, 6], [0, 0, 0], [7, 7, 7])))
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        (Open(1, 0, [1], temperature=-0.5), "temperature"),
+        (Open(1, 0, [1], temperature=math.nan), "temperature"),
+        (Open(1, 0, [1], seed=2**63), "seed"),
+        (Round(1, [1], [0], [4], [-1], [7]), "num_accepted"),
+        (Round(1, [1], [0], [4], [MAX_LOOKAHEAD + 1], [7]), "num_accepted"),
+        (Round(1, [], [], [], [], [], verify_ms=math.nan), "verify_ms"),
+        (Round(1, [], [], [], [], [], verify_ms=math.inf), "verify_ms"),
+        (Round(1, [], [], [], [], [], verify_ms=-1.0), "verify_ms"),
+    ],
+)
+def test_numbers_that_nobody_can_compute_with_are_malformed(message, where):
+    """They would end up in a tensor or in a running mean."""
+    with pytest.raises(MalformedMessage, match=rf"\$\[{message.__struct_fields__.index(where) + 1}\]"):
+        decode_to_draft(encode(message))
 
 
 ARRAY_OF_4G = b"\xdd\xff\xff\xff\xff"
@@ -371,6 +402,7 @@ WELCOME = Welcome(PROTOCOL_VERSION, "the-draft", 1000, 512, 8, 4096, "boot")
         (dict(lookahead=0), "same", ["--speculative-num-steps", "0"]),
         (dict(lookahead=-3), "same", ["--speculative-num-steps", "-3"]),
         (dict(fan_out_budget=-1), "same", ["fan-out budget", "-1"]),
+        (dict(vocab_size=0), "same", ["vocabulary", "0", "the-target"]),
     ],
 )
 def test_why_incompatible_names_what_does_not_fit(changes, fingerprint, words):

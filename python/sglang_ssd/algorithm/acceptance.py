@@ -160,7 +160,9 @@ class SpeculationEstimator:
         self.observe_passing()
         if bonus_rank is not None and bonus_rank >= 0:
             is_right = bonus_rank == 0
-            self._counts["neural"].observe(self._weight, 1, int(is_right), None if is_right else bonus_rank - 1)
+            self._counts["neural"].observe(
+                self._weight, 1, int(is_right), None if is_right else bonus_rank - 1
+            )
 
     def observe_passing(self) -> None:
         """A row's round that teaches nothing of any source: what is known gets older."""

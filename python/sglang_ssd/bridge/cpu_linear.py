@@ -4,7 +4,8 @@ torch's linear reorders a bf16 or fp32 weight at every call, which at one to six
 itself. Packing once (torch's own oneDNN operators) removes that. Fewer than four rows are padded to four: oneDNN is
 faster there, and a row then gets the same bits whatever the number of rows beside it.
 
-Seam: ``quant_method`` of SGLang's linear and embedding layers, replaced after the weights are loaded.
+Seams: ``quant_method`` of SGLang's linear and embedding layers, replaced after the weights are loaded; the model's
+``_derived_weight_cache_error``, with which SGLang refuses to update weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 MIN_ROWS = 4
 #: Row count that oneDNN chooses its packing for; measured flat from 2 to 32 rows.
 _PACKED_FOR_ROWS = 8
+_WHY_NOT_UPDATED = "the weights are packed and cannot be updated: start with --no-ssd-pack-weights"
 #: oneDNN packs these on every x86 host; float16 needs instructions that few have, and stays unpacked.
 _PACKABLE = (torch.bfloat16, torch.float32)
 
@@ -85,6 +87,8 @@ def pack_linears(model: torch.nn.Module) -> int:
         module.quant_method = PackedLMHead()
         _pack(module)
         num_packed += 1
+    if num_packed:
+        model._derived_weight_cache_error = _WHY_NOT_UPDATED
     return num_packed
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class SchedulerBase(Scheduler):
-    """Calls ``refusal``, ``after_batch``, ``when_idle``, ``state`` and ``request_info`` of its subclass."""
+    """Calls ``refusal``, ``after_batch``, ``when_idle``, ``when_aborted``, ``state`` and ``request_info`` of its
+    subclass."""
 
     def refusal(self, sampling_params, request) -> str | None:
         """One line that names what cannot be served, None when all of it can."""
@@ -34,6 +35,9 @@ class SchedulerBase(Scheduler):
 
     def when_idle(self) -> None:
         """Runs at every turn without work."""
+
+    def when_aborted(self, request) -> None:
+        """Runs when a request ends outside a batch: in a queue, or between the chunks of its prompt."""
 
     def state(self) -> dict[str, Any]:
         """What ``/server_info`` shows under ``internal_states[i]["ssd"]``."""
@@ -78,6 +82,10 @@ class SchedulerBase(Scheduler):
             return
         finished_reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
         self.send_abort_output(AbortReq(rid=recv_req.rid, finished_reason=finished_reason), recv_req)
+
+    def send_abort_output(self, abort_req: AbortReq, req) -> None:
+        super().send_abort_output(abort_req, req)
+        self.when_aborted(req)
 
     def process_batch_result(self, batch, result) -> None:
         super().process_batch_result(batch, result)

@@ -83,6 +83,10 @@ SEAMS = (
         "sglang.srt.layers.layernorm:RMSNorm.forward_native",
         ("self", "x", "residual", "post_residual_addition", "quant_linear"),
     ),
+    Seam(
+        "sglang.srt.model_executor.model_runner_components.weight_updater:_unsupported_derived_weight_cache_error",
+        ("model",),
+    ),
     Seam("sglang.srt.layers.activation:SiluAndMul.forward_native", ("self", "x")),
     Seam(
         "sglang.srt.layers.rotary_embedding:RotaryEmbedding.forward_native",

@@ -60,7 +60,7 @@ def register_algorithm(worker_class: type) -> None:
 
 class Verified(NamedTuple):
     """One forward of the target. logits: float [B, W, V], row j is the target's law of the token after input j (W is
-    K+1 in a verify, 1 after a prompt); bonus_tokens: int64 [B], the pending tokens that a verify began with."""
+    K+1 or less in a verify, 1 after a prompt); bonus_tokens: int64 [B], the pending tokens that a verify began with."""
 
     logits: torch.Tensor
     bonus_tokens: torch.Tensor
@@ -89,6 +89,11 @@ class SpecWorkerBase(BaseSpecWorker):
     def lookahead(self) -> int:
         return self.verify_width - 1
 
+    @property
+    def can_narrow(self) -> bool:
+        """Whether a verify may have fewer than K+1 tokens a row. CUDA graphs are captured for one width."""
+        return self.device == "cpu"
+
     def run_plain(self, batch, pp_proxy_tensors=None) -> GenerationBatchResult:
         """The target's own forward with SGLang's own ending: for batches that draw no token."""
         return self.target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
@@ -113,9 +118,10 @@ class SpecWorkerBase(BaseSpecWorker):
     def run_verify(self, batch, draft_tokens: torch.Tensor) -> Verified:
         """Forward the pending bonus token and K proposed tokens of each row.
 
-        draft_tokens: int64 [B, K]; padding must hold valid ids. Edits of ``batch`` are undone by the scheduler.
+        draft_tokens: int64 [B, K], or fewer columns where ``can_narrow``; padding must hold valid ids. Edits of ``batch``
+        are undone by the scheduler.
         """
-        num_rows, width = batch.seq_lens.shape[0], self.verify_width
+        num_rows, width = batch.seq_lens.shape[0], draft_tokens.shape[1] + 1
         seq_lens, bonus_tokens = batch.seq_lens, batch.spec_info.bonus_tokens
         tokens = torch.cat([bonus_tokens.view(-1, 1), draft_tokens], dim=1)
         positions = seq_lens.view(-1, 1) + torch.arange(width, device=seq_lens.device)
@@ -145,12 +151,13 @@ class SpecWorkerBase(BaseSpecWorker):
     def verify_result(
         self, batch, verified: Verified, token_ids: torch.Tensor, num_accepted: torch.Tensor, on_publish
     ) -> GenerationBatchResult:
-        """What the scheduler gets. token_ids: int64 [B, K+1], of which ``num_accepted + 1`` count; num_accepted: [B]."""
+        """What the scheduler gets. token_ids: int64 [B, W], of which ``num_accepted + 1`` count; num_accepted: [B]."""
+        width = token_ids.shape[1]
         accept_lens = (num_accepted + 1).to(torch.int32)
         new_seq_lens = batch.seq_lens + accept_lens
         logits_output = verified.result.logits_output
         if batch.return_logprob:
-            compute_spec_logprobs(batch, logits_output, token_ids.view(-1), chain_stride=self.verify_width)
+            compute_spec_logprobs(batch, logits_output, token_ids.view(-1), chain_stride=width)
         if on_publish is not None:
             on_publish(new_seq_lens)
         bonus = token_ids.gather(1, num_accepted.view(-1, 1)).view(-1)
@@ -160,7 +167,7 @@ class SpecWorkerBase(BaseSpecWorker):
             accept_lens=accept_lens,
             can_run_cuda_graph=verified.result.can_run_cuda_graph,
             next_draft_input=self._next_input(bonus, new_seq_lens),
-            speculative_num_draft_tokens=self.verify_width,
+            speculative_num_draft_tokens=width,
             new_seq_lens=new_seq_lens,
         )
 

@@ -25,6 +25,7 @@ import msgspec
 from sglang_ssd.algorithm.fallback import Fallback
 from sglang_ssd.algorithm.lookahead import Size
 from sglang_ssd.algorithm.outcome import Outcome
+from sglang_ssd.bridge.idle_check import IdleCheck
 from sglang_ssd.draft.forking_paths import ForkingPaths, Path
 from sglang_ssd.draft.policy import DraftPolicy
 from sglang_ssd.draft.runner import Chunk, DraftLaw, DraftRunner, Lane, Position
@@ -100,6 +101,7 @@ class DraftServer:
         self._paths = ForkingPaths(runner.pool)
         self._peers: dict[bytes, Peer] = {}
         self._counts = _Counts()
+        self._idle_check = IdleCheck()
         self._prefill_was_last = False
         self._deferred: deque[Received | MalformedFromPeer] = deque()
         self._answered_rows: set[tuple[bytes, int, int]] = set()
@@ -137,9 +139,23 @@ class DraftServer:
             free_rows=capacity.free_rows,
             total_rows=capacity.total_rows,
             connections_refused=self._channel.num_refused,
+            idle_leaks=self._idle_check.num_leaks,
             **self._estimates(),
             **msgspec.structs.asdict(self._counts),
         )
+
+    def held_at_rest(self) -> list[str]:
+        """What is held though no session is open, in words; [] when all is free. KV that ended requests left for later
+        ones counts as free."""
+        if self._sessions():
+            return []
+        capacity = self._runner.pool.capacity()
+        held = {
+            "KV slots": capacity.total_slots - capacity.free_slots,
+            "rows": capacity.total_rows - capacity.free_rows,
+            "rows answered early": len(self._answered_rows),
+        }
+        return [f"{number} {name}" for name, number in held.items() if number]
 
     def _estimates(self) -> dict[str, float | None]:
         """What the verifiers' rounds taught: means over verifiers, the largest size, and the lowest threshold."""
@@ -161,7 +177,10 @@ class DraftServer:
 
     def _receive(self, wait: bool) -> None:
         """Take in all messages that are there; with ``wait``, up to half a second for the first."""
-        timeout_ms = 500 if wait and not self._deferred else 0
+        wait = wait and not self._deferred
+        if wait:
+            self._idle_check.look(self.held_at_rest())
+        timeout_ms = 500 if wait else 0
         for _ in range(MAX_MESSAGES_AT_ONCE):
             received = self._deferred.popleft() if self._deferred else self._poll(timeout_ms)
             if received is None:
@@ -238,6 +257,8 @@ class DraftServer:
             return
         peer = self._peers.get(peer_id)
         if isinstance(message, Ping):
+            if peer is not None and message.open_requests is not None:
+                self._keep_only(peer, set(message.open_requests))
             # A verifier that this process does not know must greet first: it may know our predecessor.
             self._send(peer_id, self._pong(message, peer) if peer else Refuse("say Hello first"))
         elif peer is None:
@@ -365,7 +386,6 @@ class DraftServer:
             self._counts.hits += hit
             answer = (peer_id, message.ticket, row)
             if answer in self._answered_rows:
-                self._answered_rows.remove(answer)
                 session.answered()
             elif session.needs_prefill and len(session.main.pending) > PREFILL_CHUNK_TOKENS:
                 # The verifier is ahead of a long prompt: it does not wait for it.
@@ -377,6 +397,7 @@ class DraftServer:
                 self._deny(peer, session)
             elif session.due is not None and not hit and not session.needs_prefill:
                 missed.append(session)
+        self._answered_rows -= {(peer_id, message.ticket, row) for row in range(len(message.requests))}
         unanswerable += self._back_up(peer, missed, len(message.requests))
         if unanswerable:
             rows, sources = zip(*unanswerable, strict=True)
@@ -569,6 +590,11 @@ class DraftServer:
         if session is not None:
             session.close()
 
+    def _keep_only(self, peer: Peer, requests: set[int]) -> None:
+        for request in peer.sessions.keys() - requests:
+            self._drop(peer, request)
+        peer.denied = {key for key in peer.denied if key.request in requests}
+
     def _deny(self, peer: Peer, session: Session) -> None:
         """End a session whose request goes on without proposals."""
         self._drop(peer, session.key.request)
@@ -577,8 +603,7 @@ class DraftServer:
     def _forget(self, peer_id: bytes) -> None:
         peer = self._peers.pop(peer_id, None)
         if peer is not None:
-            for request in list(peer.sessions):
-                self._drop(peer, request)
+            self._keep_only(peer, set())
 
     def _forget_silent_peers(self) -> None:
         now = time.monotonic()

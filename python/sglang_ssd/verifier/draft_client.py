@@ -142,7 +142,7 @@ class DraftClient:
         if now - self._last_ping_s >= PING_INTERVAL_S:
             self._last_ping_s = now
             if self._refusal is None:
-                self._send(Ping(self._next_ticket))
+                self._send(Ping(self._next_ticket, [session.key.request for session in self._sessions]))
             elif self.channel.is_connected:
                 # Without a connection the greeting that was sent when it broke waits for the next one.
                 self.channel.send(self._hello)
@@ -198,6 +198,10 @@ class DraftClient:
 
     def num_sessions(self) -> int:
         return len(self._sessions)
+
+    def num_tickets(self) -> int:
+        """Rounds whose answer is awaited."""
+        return len(self._tickets)
 
     def load(self) -> float:
         """Share of the draft's sessions that are taken, as far as is known here."""

@@ -73,6 +73,10 @@ class Drafts:
     def num_sessions(self) -> int:
         return len(self._homes)
 
+    def num_tickets(self) -> int:
+        """Rounds whose answer is awaited."""
+        return sum(client.num_tickets() for client in self.clients)
+
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def send_outcomes(

@@ -9,6 +9,7 @@ import msgspec
 
 from sglang_ssd.algorithm.online_choice import OnlineChoice
 from sglang_ssd.algorithm.round_limit import RoundLimit
+from sglang_ssd.bridge.idle_check import IdleCheck
 from sglang_ssd.bridge.parallel import is_first_rank
 from sglang_ssd.bridge.process import fail_start
 from sglang_ssd.bridge.scheduler import SchedulerBase
@@ -29,6 +30,7 @@ class SSDScheduler(SchedulerBase):
         super().__init__(*args, **kwargs)
         self.options = ssd_options(self.server_args)
         self.stats: VerifierStats | None = None
+        self.idle_check = IdleCheck()
         if isinstance(self.draft_worker, SSDWorker):
             self.stats = VerifierStats(self.server_args.decode_log_interval, self.metrics_labels())
             drafts = self._connect() if is_first_rank() else None
@@ -95,15 +97,18 @@ class SSDScheduler(SchedulerBase):
 
     def when_idle(self) -> None:
         if self.stats is not None and self.is_fully_idle():
-            num_left = self.draft_worker.close_all()
-            if num_left:
-                logger.warning("%d sessions were open on an idle scheduler and are closed now", num_left)
+            self.idle_check.look(self.draft_worker.held_at_rest())
+            self.draft_worker.close_all()
         self._tend_drafts()
 
     def _tend_drafts(self) -> None:
         if self.drafts is not None:
             self.drafts.tend()
             self.stats.show_drafts(self.drafts.clients)
+
+    def when_aborted(self, request) -> None:
+        if self.stats is not None:
+            self.draft_worker.forget(request)
 
     def request_info(self, rid: str) -> dict[str, list]:
         if self.stats is None:
@@ -123,6 +128,7 @@ class SSDScheduler(SchedulerBase):
             "mode": self.options.mode,
             "sampling": self.options.sampling,
             "bit_equality": bit_equality,
+            "idle_leaks": self.idle_check.num_leaks,
             **self.stats.snapshot(),
         }
         if self.options.sampling == "residual":

@@ -29,7 +29,7 @@ from sglang_ssd.verifier.target_distribution import (
     draw_first_by_residual,
     draw_first_by_shared_noise,
 )
-from sglang_ssd.wire.messages import RowKey, Sampling
+from sglang_ssd.wire.messages import CloseReason, RowKey, Sampling
 
 
 class SSDWorker(SpecWorkerBase):
@@ -94,7 +94,8 @@ class SSDWorker(SpecWorkerBase):
         started = time.perf_counter()
         proposals = self._collect(sessions)
         collected = time.perf_counter()
-        draft_tokens, lengths = pad(proposals, self.lookahead, self.device)
+        is_plain = self.can_narrow and not any(proposal.token_ids for proposal in proposals)
+        draft_tokens, lengths = pad(proposals, 0 if is_plain else self.lookahead, self.device)
         verified = self.run_verify(batch, draft_tokens)
         decision = self._decide(batch, verified, sessions, proposals, draft_tokens, lengths)
         decided = time.perf_counter()
@@ -102,7 +103,9 @@ class SSDWorker(SpecWorkerBase):
             RoundRecord(proposal.source, len(proposal.token_ids), accepted + 1)
             for proposal, accepted in zip(proposals, decision.num_accepted.tolist(), strict=True)
         ]
-        self._send_outcomes(sessions, records, decision, (decided - collected) * 1e3)
+        # The draft learns what a verify takes, not what a plain step does.
+        verify_ms = 0.0 if is_plain else (decided - collected) * 1e3
+        self._send_outcomes(sessions, records, decision, verify_ms)
         self._count(sessions, records, (collected - started) * 1e3, (decided - collected) * 1e3)
         return self.verify_result(batch, verified, decision.token_ids, decision.num_accepted, on_publish)
 
@@ -196,6 +199,8 @@ class SSDWorker(SpecWorkerBase):
             if request.sampling_params.max_new_tokens <= 1:
                 continue  # Nothing will be drafted.
             returns = session is not None and session.request is request
+            if session is not None:
+                self._leave([session], "retracted" if returns else "aborted")
             key = RowKey(session.key.request if returns else self._new_number(), generation)
             records = session.new_records if returns else []
             law = sampling_law(request)
@@ -229,32 +234,48 @@ class SSDWorker(SpecWorkerBase):
 
     def close_departed(self) -> None:
         """Close the sessions of requests that finished, were aborted or retracted. Called after bookkeeping."""
-        departed: dict[str, list[VerifierSession]] = {}
+        departed: dict[CloseReason, list[VerifierSession]] = {}
         for rid, session in list(self._sessions.items()):
             request = session.request
-            if session.is_closed and not request.finished():
-                continue  # Retracted: it waits to be opened again.
             if request.finished():
-                reason = "aborted" if request.finished_reason.to_json()["type"] == "abort" else "finished"
-            elif request.is_retracted:
-                reason = "retracted"
-            else:
-                continue
-            if not session.is_closed:
-                session.is_closed = True
-                departed.setdefault(reason, []).append(session)
-            if reason != "retracted":
+                is_abort = request.finished_reason.to_json()["type"] == "abort"
+                departed.setdefault("aborted" if is_abort else "finished", []).append(session)
                 del self._sessions[rid]
+            elif request.is_retracted:
+                # It waits to be opened again.
+                departed.setdefault("retracted", []).append(session)
         for reason, sessions in departed.items():
-            if self.drafts is not None:
-                self.drafts.close(sessions, reason)
+            self._leave(sessions, reason)
 
-    def close_all(self) -> int:
-        """Close whatever is still open when the scheduler is idle; returns how many sessions that were."""
+    def forget(self, request) -> None:
+        """This request was aborted outside a batch, while it waited."""
+        session = self._sessions.get(request.rid)
+        if session is not None and session.request is request:
+            del self._sessions[request.rid]
+            self._leave([session], "aborted")
+
+    def _leave(self, sessions: list[VerifierSession], reason: CloseReason) -> None:
+        """Tell the draft that these requests left, those of which it was not told yet."""
+        left = [session for session in sessions if not session.is_closed]
+        for session in left:
+            session.is_closed = True
+        if self.drafts is not None and left:
+            self.drafts.close(left, reason)
+
+    def held_at_rest(self) -> list[str]:
+        """What is held for requests, in words; [] when all is free, as it must be when there are none."""
+        held = {"sessions": len(self._sessions)}
+        if self.drafts is not None:
+            held |= {
+                "sessions told to a draft": self.drafts.num_sessions(),
+                "tickets": self.drafts.num_tickets(),
+            }
+        return [f"{number} {name}" for name, number in held.items() if number]
+
+    def close_all(self) -> None:
+        """Close whatever is still open."""
         sessions, self._sessions = list(self._sessions.values()), {}
-        if self.drafts is not None and sessions:
-            self.drafts.close(sessions, "aborted")
-        return len(sessions)
+        self._leave(sessions, "aborted")
 
     def take_records(self, rid: str) -> list[RoundRecord]:
         """Rounds of this request since the last call, for its ``meta_info``."""
@@ -270,7 +291,8 @@ class SSDWorker(SpecWorkerBase):
 
 
 def pad(proposals: list[ProposedRow], lookahead: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Proposals as tensors: int64 [B, K] token ids, padded with token 0, and int64 [B] lengths."""
+    """Proposals as tensors: int64 [B, lookahead] token ids, padded with token 0, and int64 [B] lengths."""
     rows = [[*proposal.token_ids, *[0] * (lookahead - len(proposal.token_ids))] for proposal in proposals]
     lengths = [len(proposal.token_ids) for proposal in proposals]
-    return torch.tensor(rows, device=device).view(-1, lookahead), torch.tensor(lengths, device=device)
+    tokens = torch.tensor(rows, dtype=torch.int64, device=device).view(len(proposals), lookahead)
+    return tokens, torch.tensor(lengths, device=device)

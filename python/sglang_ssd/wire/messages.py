@@ -168,9 +168,11 @@ class Close(_Message):
 
 
 class Ping(_Message):
-    """Either side asks whether the other is alive."""
+    """Either side asks whether the other is alive. With ``open_requests`` a verifier names all that it has open: the draft
+    frees the others, whose ``Close`` was lost."""
 
     nonce: int
+    open_requests: list[int] | None = None
 
 
 class Pong(_Message):
@@ -187,7 +189,7 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     size b* of Theorem 17 from which on n-gram backups are faster; None while unknown or never. ``lookahead`` and
     ``fan_out_budget`` are those in force, the largest over verifiers. ``kv_tokens_recomputed``: forwarded again although
     their KV had been there; 0 unless something is wrong. ``connections_refused``: of peers without the right keys or
-    protocol, and of those that sent too large a frame."""
+    protocol, and of those that sent too large a frame. ``idle_leaks``: times that something was held without a session."""
 
     num_sessions: int = 0
     num_branch_rows: int = 0
@@ -223,6 +225,7 @@ class DraftStats(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     tokens_forwarded: int = 0
     kv_tokens_recomputed: int = 0
     connections_refused: int = 0
+    idle_leaks: int = 0
 
 
 ToDraft = Hello | Open | Round | Close | Ping | Pong | Refuse
@@ -249,6 +252,8 @@ def decode_to_draft(frame: bytes) -> ToDraft:
     if isinstance(message, Round):
         _check_parallel("Round", message.requests, message.generations, message.committed_lens,
                         message.num_accepted, message.bonus_tokens)  # fmt: skip
+        if len(set(message.requests)) < len(message.requests):
+            raise MalformedMessage("Round: a request stands in two rows")
     elif isinstance(message, Close):
         _check_parallel("Close", message.requests, message.generations)
     return message
@@ -296,6 +301,8 @@ def why_incompatible(hello: Hello, welcome: Welcome, tokenizer_fingerprint: str)
         )
     if len(fingerprints - {""}) > 1:
         return f"the tokenizers of target {hello.target_model} and draft {welcome.draft_model} differ"
+    if hello.vocab_size < 1:
+        return f"vocabulary of {hello.vocab_size} tokens in target {hello.target_model}"
     if not 1 <= hello.lookahead <= MAX_LOOKAHEAD:
         return f"lookahead (--speculative-num-steps) {hello.lookahead} is not in 1..{MAX_LOOKAHEAD}"
     if not 0 <= hello.fan_out_budget <= MAX_FAN_OUT_BUDGET:
