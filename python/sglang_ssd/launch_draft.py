@@ -10,6 +10,7 @@ import sys
 
 from sglang_ssd.bridge.environment import detect_device, parse_cores, pin_process, use_cpu_engine
 from sglang_ssd.wire.messages import MAX_TOP_M, largest_to_draft
+from sglang_ssd_kernel import largest_top_m
 
 logger = logging.getLogger("sglang_ssd.draft")
 
@@ -102,9 +103,10 @@ def _serve(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-sessions {args.max_sessions}: must be 1 or more")
     if args.max_rows < args.max_sessions:
         raise ValueError(f"--max-rows {args.max_rows}: must be at least --max-sessions {args.max_sessions}")
-    if not 1 <= args.top_m <= MAX_TOP_M:
-        raise ValueError(f"--top-m {args.top_m}: must be 1 to {MAX_TOP_M}")
     device = args.device or detect_device()
+    most = min(MAX_TOP_M, largest_top_m(device) or MAX_TOP_M)
+    if not 1 <= args.top_m <= most:
+        raise ValueError(f"--top-m {args.top_m}: must be 1 to {most} on {device}")
     if device == "cpu":
         use_cpu_engine()
         pin_process(parse_cores(args.cores, "--cores") if args.cores else sorted(os.sched_getaffinity(0)))

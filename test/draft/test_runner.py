@@ -8,6 +8,7 @@ import torch
 
 from sglang_ssd.algorithm.saguaro import saguaro_probs, sample_sparse
 from sglang_ssd.algorithm.shared_noise import Stream, perturbed_top, seeded_uniforms
+from sglang_ssd.draft import runner
 from sglang_ssd.draft.forking_paths import Path
 from sglang_ssd.draft.runner import Chunk, DraftLaw, DraftRunner, Position
 
@@ -91,3 +92,9 @@ def test_guesses_are_those_of_the_algorithm(names, dtype):
             assert {len(guess.ranks) for guess in guesses} == {NUM_CANDIDATES}
             for row, (guess, position) in enumerate(zip(guesses, positions, strict=True)):
                 check(guess, logits[row : row + 1, :vocab_size], position)
+
+
+def test_a_device_may_rank_fewer_candidates_than_the_budget_asks_for(monkeypatch):
+    monkeypatch.setattr(runner, "largest_top_m", lambda device: 2)
+    guesses, _ = guesses_of(torch.randn(2, VOCAB_SIZE), [LAWS["greedy"]] * 2)
+    assert [len(guess.ranks) for guess in guesses] == [2, 2]

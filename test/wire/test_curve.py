@@ -100,6 +100,9 @@ def test_a_draft_that_would_be_open_to_all_does_not_start(files):
     assert "--top-m 0: " in launch_error(
         "--model-path", "m", "--endpoint", "ipc:///run/draft", "--top-m", "0"
     )
+    assert "--top-m 129: must be 1 to 128 on cuda" in launch_error(
+        "--model-path", "m", "--endpoint", "ipc:///run/draft", "--top-m", "129", "--device", "cuda"
+    )
 
 
 def launch_error(*flags: str) -> str:

@@ -21,6 +21,7 @@ from sglang_ssd.bridge.environment import detect_device
 from sglang_ssd.bridge.speculative import ALGORITHM_NAME
 from sglang_ssd.wire.curve import VerifierKeys, load_verifier_keys, why_refused
 from sglang_ssd.wire.messages import MAX_TOP_M
+from sglang_ssd_kernel import largest_top_m
 
 MODES = ("async", "sync", "off")
 FAN_OUTS = ("measured", "geometric", "uniform")
@@ -265,8 +266,9 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         )
     if args.ssd_draft_temperature is not None and args.ssd_draft_temperature <= 0:
         raise ValueError(f"--ssd-draft-temperature {args.ssd_draft_temperature}: must be above 0")
-    if not 1 <= args.ssd_draft_top_m <= MAX_TOP_M:
-        raise ValueError(f"--ssd-draft-top-m {args.ssd_draft_top_m}: must be 1 to {MAX_TOP_M}")
+    most = min(MAX_TOP_M, largest_top_m(args.device) or MAX_TOP_M)
+    if not 1 <= args.ssd_draft_top_m <= most:
+        raise ValueError(f"--ssd-draft-top-m {args.ssd_draft_top_m}: must be 1 to {most} on {args.device}")
     if args.ssd_draft_max_sessions < 1:
         raise ValueError(f"--ssd-draft-max-sessions {args.ssd_draft_max_sessions}: must be 1 or more")
     if args.ssd_round_timeout_ms is not None and not args.ssd_round_timeout_ms > 0:

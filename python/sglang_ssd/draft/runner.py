@@ -11,7 +11,7 @@ import torch
 from sglang_ssd.bridge.draft_runner import DraftModelRunner
 from sglang_ssd.draft.forking_paths import Guess, Path, SparseLaw
 from sglang_ssd.wire.messages import Sampling
-from sglang_ssd_kernel import sample_saguaro, sample_shared_noise
+from sglang_ssd_kernel import largest_top_m, sample_saguaro, sample_shared_noise
 
 #: Likeliest tokens that the noise is added to. Any guess is exact, so this bounds cost and acceptance only.
 DEFAULT_TOP_M = 64
@@ -78,6 +78,8 @@ class DraftRunner:
         self.context_length = model.context_length
         self.max_tokens = model.max_decode_tokens
         self._num_proposable = model.vocab_size
+        #: Candidates that the device's sampler can rank; a larger budget is spread over more positions or not spent.
+        self._most_ranked = largest_top_m(torch.device(model.device).type) or model.vocab_size
 
     def limit_vocabulary(self, vocab_size: int) -> None:
         """Propose only ids below ``vocab_size``: a verifier's vocabulary may be padded to fewer ids than the draft's."""
@@ -129,7 +131,8 @@ class DraftRunner:
     def _guess(self, logits: torch.Tensor, positions: list[Position]) -> list[Guess]:
         """What the draft thinks of the tokens at these positions. logits: float [rows, V], one row a position."""
         logits = logits[:, : self._num_proposable]
-        num_ranked = min(max(position.num_candidates for position in positions), logits.shape[1])
+        num_ranked = max(position.num_candidates for position in positions)
+        num_ranked = min(num_ranked, logits.shape[1], self._most_ranked)
         if len({position.law.sampling for position in positions if not position.law.is_greedy}) < 2:
             return self._guess_by_one_rule(logits, positions, num_ranked)
         # Verifiers with different rules.

@@ -9,6 +9,7 @@ _MODULES = {
     "sample_shared_noise": "dispatch",
     "sample_saguaro": "dispatch",
     "draw_and_agree": "dispatch",
+    "largest_top_m": "dispatch",
     "ForkPlan": "cpu.fork_attention",
     "make_plan": "cpu.fork_attention",
     "rms_norm": "cpu.rms_norm",

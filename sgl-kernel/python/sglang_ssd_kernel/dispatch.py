@@ -38,6 +38,15 @@ def fork_attention(
     return gpu.fork_attention(q, k_pool, v_pool, plan, scaling, out)
 
 
+def largest_top_m(device_type: str) -> int | None:
+    """The largest M that the samplers take on such a device, None where only the vocabulary limits it."""
+    if device_type == "cpu":
+        return None
+    from .triton.draft_sampler import MOST_TOP_M
+
+    return MOST_TOP_M
+
+
 def sample_shared_noise(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
