@@ -33,7 +33,8 @@ MODES = ("off", "async")
 LOOKAHEAD, BUDGET = 3, 12
 SHORTEST_ANSWER, LONGEST_ANSWER = 8, 48
 SHARE_LEAVING = 0.2
-KV_TOKENS = 65536
+#: Little more than the streams need, so that the first half uses all of it: a page that is touched first is no growth.
+KV_TOKENS = 24576
 MEMORY_INTERVAL_S = 1.0
 SETTLE_TIMEOUT_S = 60.0
 
