@@ -56,7 +56,7 @@ class StubModel(DraftModelRunner):
         self.vocab_size, self.context_length = VOCAB_SIZE, CONTEXT_LENGTH
         self._tables = torch.zeros(max_rows + 1, CONTEXT_LENGTH, dtype=torch.int32)
         self._allocator = _FreeList()
-        self._num_rows = max_rows
+        self._num_rows = self.max_decode_tokens = max_rows
         self._free_rows = list(range(max_rows, 0, -1))
         self._total_slots = NUM_SLOTS
         use_cpu_engine()
