@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sgl-kernel" / "pyt
 import torch
 import triton
 
+from sglang_ssd_kernel.cpu import draft_sampler as cpu_sampler
 from sglang_ssd_kernel.cpu import fork_attention as cpu_attention
+from sglang_ssd_kernel.cpu import target_draw as cpu_draw
 from sglang_ssd_kernel.triton import draft_sampler, fork_attention, target_draw
 
 FLUSHED_BYTES = 256 << 20  # more than any cache holds
@@ -343,12 +345,12 @@ def check_sampler(check: Checker) -> dict:
             arguments = sampler_arguments(check, check.size.num_rows[-1], vocab_size, dtype)
             sizes = {"num_ranked": 8, "top_m": min(64, vocab_size)}
             shared = draft_sampler.sample_shared_noise(**arguments, **sizes)
-            compare(shared, draft_sampler.reference(**on_cpu(arguments), **sizes), "shared noise")
+            compare(shared, cpu_sampler.reference(**on_cpu(arguments), **sizes), "shared noise")
             arguments |= saguaro_arguments(check, check.size.num_rows[-1])
             saguaro = draft_sampler.sample_saguaro(**arguments, **sizes)
-            expected = draft_sampler.reference(**on_cpu(arguments), **sizes)
+            expected = cpu_sampler.reference(**on_cpu(arguments), **sizes)
             compare(saguaro, expected, "Saguaro")
-            drawn = draft_sampler.reference_draw(
+            drawn = cpu_sampler.reference_draw(
                 saguaro.q.cpu(), arguments["seeds"].cpu(), arguments["positions"].cpu()
             )
             tokens = saguaro.top_ids.gather(1, drawn.to(check.device))[:, 0]
@@ -361,7 +363,7 @@ def check_sampler(check: Checker) -> dict:
 
 def compare(actual, expected, name: str) -> None:
     for field, values in expected._asdict().items():
-        if values is not None and not values.is_floating_point() and getattr(actual, field) is not None:
+        if values is not None and not values.is_floating_point():
             different = int((getattr(actual, field).cpu() != values).sum())
             require(not different, f"{name}: {different} of {values.numel()} {field} differ")
 
@@ -440,11 +442,11 @@ def check_target_draw(check: Checker) -> dict:
     for vocab_size in check.size.vocab_sizes:
         arguments = target_arguments(check, 4, 4, vocab_size)
         actual = target_draw.draw_and_agree(**arguments)
-        compare(actual, target_draw.reference_draw_and_agree(**on_cpu(arguments)), "draws")
+        compare(actual, cpu_draw.reference(**on_cpu(arguments)), "draws")
         # And where it agrees for a while.
         arguments["proposed"] = actual.token_ids[:, :-1].contiguous()
         actual = target_draw.draw_and_agree(**arguments)
-        compare(actual, target_draw.reference_draw_and_agree(**on_cpu(arguments)), "agreement")
+        compare(actual, cpu_draw.reference(**on_cpu(arguments)), "agreement")
         arguments = residual_arguments(check, 8, 3, vocab_size)
         actual = target_draw.verify_residual(**arguments)
         compare(actual, target_draw.reference_residual(**on_cpu(arguments)), "residual")
@@ -497,8 +499,8 @@ def check_sampler_graph(check: Checker) -> dict:
         scores.copy_(check.randn(*scores.shape, scale=3.0))
         arguments["seeds"].add_(1)
     replay()
-    compare(kept[0], draft_sampler.reference(**on_cpu(drafts), **sizes), "replayed sampler")
-    compare(kept[1], target_draw.reference_draw_and_agree(**on_cpu(targets)), "replayed draws")
+    compare(kept[0], cpu_sampler.reference(**on_cpu(drafts), **sizes), "replayed sampler")
+    compare(kept[1], cpu_draw.reference(**on_cpu(targets)), "replayed draws")
     return {}
 
 

@@ -12,8 +12,9 @@ from scipy.stats import chisquare
 
 from sglang_ssd.algorithm.saguaro import saguaro_probs, sample_sparse
 from sglang_ssd.algorithm.shared_noise import Stream, perturbed_top, seeded_uniforms
+from sglang_ssd_kernel.cpu.draft_sampler import Drafted, reference
 from sglang_ssd_kernel.triton import draft_sampler
-from sglang_ssd_kernel.triton.draft_sampler import Drafted, reference, sample_saguaro, sample_shared_noise
+from sglang_ssd_kernel.triton.draft_sampler import sample_saguaro, sample_shared_noise
 
 
 @pytest.fixture(autouse=True)

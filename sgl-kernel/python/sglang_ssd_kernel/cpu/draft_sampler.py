@@ -93,7 +93,7 @@ def reference(
     top_m: int,
 ) -> Drafted:
     """Both samplers in torch: Saguaro if ``fan_out`` and ``c`` are given."""
-    top_ids, top_logits = _top(logits, top_m)
+    top_ids, top_logits = _top(logits, min(top_m, logits.shape[1]))
     scores = top_logits.double() / torch.where(is_greedy, 1.0, temperatures)[:, None]
     if fan_out is None:
         scores = scores + gumbel(seeds, positions, top_ids) * ~is_greedy[:, None]
@@ -103,16 +103,21 @@ def reference(
         return Drafted(ranked_ids[:, 0], ranked_ids, scores, top_ids, top_logits, None)
     q = _saguaro_law(scores, fan_out, c)
     q = torch.where(is_greedy[:, None], torch.eye(q.shape[1])[0], q)
-    running = q.double().cumsum(-1)
-    bounds = draft_uniforms(seeds, positions)[:, None] * running[:, -1:]
-    drawn = torch.searchsorted(running, bounds, right=True)
     return Drafted(
-        top_ids.gather(1, drawn)[:, 0],
+        top_ids.gather(1, reference_draw(q, seeds, positions))[:, 0],
         top_ids[:, :num_ranked],
         scores[:, :num_ranked],
         top_ids,
         top_logits,
         q,
+    )
+
+
+def reference_draw(q: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What is drawn from the float32 ``q`` [rows, M] that is emitted: its place in it, int64 [rows, 1]."""
+    running = q.double().cumsum(-1)
+    return torch.searchsorted(
+        running, draft_uniforms(seeds, positions)[:, None] * running[:, -1:], right=True
     )
 
 
@@ -152,7 +157,7 @@ def _sample(
     logits, temperatures, seeds, positions, is_greedy, fan_out, c, num_ranked: int, top_m: int
 ) -> Drafted:
     columns = (temperatures, seeds, positions, is_greedy, fan_out, c)
-    top_m = _check(logits, *columns, num_ranked, top_m)
+    top_m = check_call(logits, *columns, num_ranked, top_m)
     kernel = kernel_for(logits, "ssd_draft_sampler")
     if kernel is None:
         return reference(logits, *columns, num_ranked=num_ranked, top_m=top_m)
@@ -174,7 +179,9 @@ def _sample(
     return drafted
 
 
-def _check(logits, temperatures, seeds, positions, is_greedy, fan_out, c, num_ranked: int, top_m: int) -> int:
+def check_call(
+    logits, temperatures, seeds, positions, is_greedy, fan_out, c, num_ranked: int, top_m: int
+) -> int:
     """``top_m`` cut to the vocabulary; raises ValueError for what does not fit."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if logits.dim() != 2 or 0 in logits.shape or logits.dtype not in dtypes or logits.stride(1) != 1:

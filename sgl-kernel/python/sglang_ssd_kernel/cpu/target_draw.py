@@ -44,7 +44,7 @@ def draw_and_agree(
 
     Raises ValueError, with the shape, for anything else.
     """
-    _check(scores, seeds, positions, is_greedy, proposed, lengths, temperatures)
+    check_call(scores, seeds, positions, is_greedy, proposed, lengths, temperatures)
     kernel = kernel_for(scores, "ssd_target_draw")
     if kernel is None:
         return reference(scores, seeds, positions, is_greedy, proposed, lengths, temperatures)
@@ -90,24 +90,32 @@ class DrawArguments(ctypes.Structure):
     ]
 
 
-def _check(scores, seeds, positions, is_greedy, proposed, lengths, temperatures) -> None:
-    if scores.dim() != 3 or 0 in scores.shape or not scores.is_floating_point() or scores.stride(2) != 1:
-        raise ValueError(
-            f"scores must be float [B, K + 1, V], contiguous in V: {scores.dtype} {tuple(scores.shape)}"
-        )
-    batch_size, width, _ = scores.shape
-    columns = {
-        "seeds": (seeds, torch.int64), "positions": (positions, torch.int64), "is_greedy": (is_greedy, torch.bool),
-        "lengths": (lengths, torch.int64),
-    }  # fmt: skip
+def check_call(scores, seeds, positions, is_greedy, proposed, lengths, temperatures) -> None:
+    """Raises ValueError for what ``draw_and_agree`` does not take."""
+    batch_size, width, _ = check_rows("scores", scores)
+    columns = {"seeds": seeds, "positions": positions, "lengths": lengths}
+    for name, column in columns.items():
+        check_tensor(name, column, torch.int64, (batch_size,), scores)
+    check_tensor("is_greedy", is_greedy, torch.bool, (batch_size,), scores)
     if temperatures is not None:
-        columns["temperatures"] = (temperatures, torch.float64)
-    shapes = {name: (tensor, dtype, (batch_size,)) for name, (tensor, dtype) in columns.items()}
-    shapes["proposed"] = (proposed, torch.int64, (batch_size, width - 1))
-    for name, (tensor, dtype, shape) in shapes.items():
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous {dtype} {shape}: {tensor.dtype} {tuple(tensor.shape)}"
-            )
-        if tensor.device != scores.device:
-            raise ValueError(f"{name} is on {tensor.device}, scores {tuple(scores.shape)} on {scores.device}")
+        check_tensor("temperatures", temperatures, torch.float64, (batch_size,), scores)
+    check_tensor("proposed", proposed, torch.int64, (batch_size, width - 1), scores)
+
+
+def check_rows(name: str, rows: torch.Tensor) -> torch.Size:
+    """B, K + 1 and V. Raises ValueError."""
+    if rows.dim() != 3 or 0 in rows.shape or not rows.is_floating_point() or rows.stride(2) != 1:
+        raise ValueError(
+            f"{name} must be float [B, K + 1, V], contiguous in V: {rows.dtype} {tuple(rows.shape)}"
+        )
+    return rows.shape
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], rows: torch.Tensor
+) -> None:
+    """Raises ValueError unless ``tensor`` is contiguous, so typed and shaped, and on the device of ``rows``."""
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {dtype} {shape}: {tensor.dtype} {tuple(tensor.shape)}")
+    if tensor.device != rows.device:
+        raise ValueError(f"{name} is on {tensor.device}, the rows {tuple(rows.shape)} on {rows.device}")

@@ -10,19 +10,16 @@ float64, as in ``sglang_ssd.algorithm.shared_noise`` and ``.saguaro``. Tensors o
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from ..cpu_stand_in.functions import murmur_hash32_cpu
+from ..cpu.draft_sampler import Drafted, check_call, reference
 from .device import has_kernels
-from .noise import gumbel, reference_gumbel, row_state, uniform
+from .noise import gumbel, row_state, uniform
 
 #: Neighbouring tokens of which the first pass keeps the maximum.
 GROUP = 64
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_TOP_M = 128
 _MOST_GROUPS = 8192
 _GROUPS_AT_ONCE = 64
@@ -30,28 +27,6 @@ _GROUPS_AT_ONCE = 64
 _DRAFT_STREAM = tl.constexpr(0)
 _INT32_MAX = tl.constexpr((1 << 31) - 1)
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-class Drafted(NamedTuple):
-    """What was drawn for each row.
-
-    token_ids:  int64 [rows], the token to propose.
-    ranked_ids: int64 [rows, num_ranked], fork candidates, best first: by perturbed score under shared noise (so that the
-                first is the token), by logit in greedy rows and under Saguaro.
-    scores:     float64 [rows, num_ranked], what they are ranked by: logit over temperature, plus noise where it is
-                shared. Greedy rows have the logits.
-    top_ids:    int64 [rows, top_m], tokens of the largest logits, largest first.
-    top_logits: float32 [rows, top_m].
-    q:          float32 [rows, top_m], the law of the token over ``top_ids``, exactly as it was drawn from; greedy rows
-                have 1 at the first. None under shared noise.
-    """
-
-    token_ids: torch.Tensor
-    ranked_ids: torch.Tensor
-    scores: torch.Tensor
-    top_ids: torch.Tensor
-    top_logits: torch.Tensor
-    q: torch.Tensor | None
 
 
 def sample_shared_noise(
@@ -97,62 +72,6 @@ def sample_saguaro(
     return _sample(logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out, c)
 
 
-def reference(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    is_greedy: torch.Tensor,
-    fan_out: torch.Tensor | None = None,
-    c: torch.Tensor | None = None,
-    *,
-    num_ranked: int,
-    top_m: int,
-) -> Drafted:
-    """Both samplers in torch, on the CPU: Saguaro if ``fan_out`` and ``c`` are given."""
-    clean = logits.float().masked_fill(logits.isnan(), -torch.inf)
-    top = clean.sort(dim=-1, descending=True, stable=True)
-    top_ids, top_logits = top.indices[:, :top_m], top.values[:, :top_m]
-    scores = top_logits.double() / torch.where(is_greedy, 1.0, temperatures)[:, None]
-    if fan_out is None:
-        noise = reference_gumbel(seeds, positions, torch.arange(logits.shape[1])).gather(1, top_ids)
-        scores = scores + noise * ~is_greedy[:, None]
-        # By id first, so that the stable sort breaks ties by it.
-        ids, order = top_ids.sort()
-        ranked = scores.gather(1, order).sort(dim=-1, descending=True, stable=True)
-        ranked_ids = ids.gather(1, ranked.indices)
-        results = (
-            ranked_ids[:, 0],
-            ranked_ids[:, :num_ranked],
-            ranked.values[:, :num_ranked],
-            top_ids,
-            top_logits,
-        )
-        return Drafted(*(tensor.contiguous() for tensor in results), None)
-    q = _reference_q(scores, fan_out, c)
-    q = torch.where(is_greedy[:, None], torch.eye(q.shape[1])[0], q)
-    token_ids = top_ids.gather(1, reference_draw(q, seeds, positions))[:, 0]
-    results = token_ids, top_ids[:, :num_ranked], scores[:, :num_ranked], top_ids, top_logits, q
-    return Drafted(*(tensor.contiguous() for tensor in results))
-
-
-def _reference_q(scores: torch.Tensor, fan_out: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    limit = torch.finfo(torch.float32).max
-    weights = scores.clamp(-limit, limit).softmax(-1)
-    is_cached = torch.arange(scores.shape[1]) < fan_out[:, None]
-    has_rest = weights.masked_fill(is_cached, 0.0).sum(-1, keepdim=True) > 0
-    weights = torch.where(is_cached & has_rest, c[:, None] * weights, weights)
-    return (weights / weights.sum(-1, keepdim=True)).float()
-
-
-def reference_draw(q: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """What is drawn from the float32 ``q`` [rows, M] that is emitted: its place in it, int64 [rows, 1]. On the CPU."""
-    stream_id = torch.tensor([-1 - _DRAFT_STREAM.value])
-    uniforms = murmur_hash32_cpu(seeds, positions, stream_id).double() / (1 << 32)
-    running = q.double().cumsum(-1)
-    return torch.searchsorted(running, uniforms * running[:, -1:], right=True)
-
-
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
@@ -178,8 +97,12 @@ def constants(vocab_size: int, num_ranked: int, top_m: int, is_saguaro: bool) ->
 def _sample(
     logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out=None, c=None
 ) -> Drafted:
-    top_m = _check(logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out, c)
     columns = (temperatures, seeds, positions, is_greedy, fan_out, c)
+    top_m = check_call(logits, *columns, num_ranked, top_m)
+    if top_m > MOST_TOP_M or logits.shape[1] > GROUP * _MOST_GROUPS:
+        raise ValueError(
+            f"top_m to {MOST_TOP_M} of {GROUP * _MOST_GROUPS} tokens: {top_m}, logits {tuple(logits.shape)}"
+        )
     if not has_kernels(logits):
         return reference(logits, *columns, num_ranked=num_ranked, top_m=top_m)
     is_saguaro = fan_out is not None
@@ -208,35 +131,6 @@ def _sample(
         **second,
     )
     return drafted
-
-
-def _check(logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out, c) -> int:
-    """``top_m`` cut to the vocabulary; raises ValueError for what does not fit."""
-    if logits.dim() != 2 or 0 in logits.shape or logits.dtype not in DTYPES or logits.stride(1) != 1:
-        raise ValueError(
-            f"logits must be float [rows, V], contiguous in V: {tuple(logits.shape)} {logits.dtype}"
-        )
-    if logits.shape[1] > GROUP * _MOST_GROUPS:
-        raise ValueError(f"At most {GROUP * _MOST_GROUPS} tokens: logits {tuple(logits.shape)}")
-    columns = {
-        "temperatures": (temperatures, torch.float64), "seeds": (seeds, torch.int64),
-        "positions": (positions, torch.int64), "is_greedy": (is_greedy, torch.bool),
-    }  # fmt: skip
-    if fan_out is not None:
-        columns |= {"fan_out": (fan_out, torch.int64), "c": (c, torch.float64)}
-    for name, (column, dtype) in columns.items():
-        if column.shape != logits.shape[:1] or column.dtype != dtype or not column.is_contiguous():
-            raise ValueError(
-                f"{name} must be {dtype} ({logits.shape[0]},): {column.dtype} {tuple(column.shape)}"
-            )
-        if column.device != logits.device:
-            raise ValueError(f"{name} is on {column.device}, logits {tuple(logits.shape)} on {logits.device}")
-    top_m = min(top_m, logits.shape[1])
-    if not 1 <= num_ranked <= top_m <= MOST_TOP_M:
-        raise ValueError(
-            f"1 <= num_ranked <= top_m <= {MOST_TOP_M}: {num_ranked}, {top_m}, logits {tuple(logits.shape)}"
-        )
-    return top_m
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

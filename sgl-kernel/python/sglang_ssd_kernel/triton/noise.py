@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cpu_stand_in.functions import murmur_hash32_cpu
-
 _LARGEST_HASH = tl.constexpr((1 << 32) - 1)
 _LEAST_EXPONENTIAL = tl.constexpr(2.0**-32)
 _LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float64).max)
@@ -57,10 +55,3 @@ def gumbel(state, token_ids):
 def uniform(state, STREAM: tl.constexpr):
     """A uniform in [0, 1) in steps of 2^-32, float64: the hash of an id that no vocabulary reaches, for each stream."""
     return hashes(state, tl.full((), -1 - STREAM, tl.int32)).to(tl.float64) / (1 << 32)
-
-
-def reference_gumbel(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """g in torch, float64 [N, M]. ``seeds`` int64 [N], ``positions`` [N], ``token_ids`` [M]."""
-    hashed = murmur_hash32_cpu(seeds.to(torch.uint64), positions, token_ids)
-    exponential = -(hashed.to(torch.float64) / ((1 << 32) - 1)).log()
-    return -exponential.clamp(2.0**-32, torch.finfo(torch.float64).max).log()

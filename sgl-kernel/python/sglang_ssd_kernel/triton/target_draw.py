@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..cpu.target_draw import Drawn, check_call, check_rows, check_tensor, reference
 from .device import has_kernels
-from .noise import gumbel, hashes, reference_gumbel, row_state
+from .noise import gumbel, hashes, row_state
 
 #: Tokens of one program.
 BLOCK = 4096
@@ -28,14 +29,12 @@ _SUM_TOLERANCE = tl.constexpr(1e-3)
 
 
 class Verified(NamedTuple):
-    """token_ids: int64 [B, K + 1], the target's draws (None from ``verify_residual``); num_accepted: int64 [B], drafts,
-    0..K; bonus_tokens: int64 [B], the token after them; num_malformed: int64 [B], proposed positions whose q could not
-    be used as shipped (None from ``draw_and_agree``)."""
+    """num_accepted: int64 [B], drafts, 0..K; bonus_tokens: int64 [B], the token after them; num_malformed: int64 [B],
+    proposed positions whose q could not be used as shipped."""
 
-    token_ids: torch.Tensor | None
     num_accepted: torch.Tensor
     bonus_tokens: torch.Tensor
-    num_malformed: torch.Tensor | None
+    num_malformed: torch.Tensor
 
 
 def draw_and_agree(
@@ -46,7 +45,7 @@ def draw_and_agree(
     proposed: torch.Tensor,
     lengths: torch.Tensor,
     temperatures: torch.Tensor | None = None,
-) -> Verified:
+) -> Drawn:
     """argmax of score + g at every position (g = 0 in greedy rows), and how far a proposal agrees with it.
 
     scores:    [B, K + 1, V] float, contiguous in V: log p or, with ``temperatures`` float64 [B] (positive, not read in
@@ -58,14 +57,12 @@ def draw_and_agree(
 
     Raises ValueError, with the shape, for anything else.
     """
-    _check_columns(scores, "scores", seeds=seeds, positions=positions, lengths=lengths)
-    _check(is_greedy, "is_greedy", torch.bool, scores.shape[:1], scores.device)
-    if temperatures is not None:
-        _check(temperatures, "temperatures", torch.float64, scores.shape[:1], scores.device)
-    batch_size, width, vocab_size = scores.shape
-    _check(proposed, "proposed", torch.int64, (batch_size, width - 1), scores.device)
+    columns = (seeds, positions, is_greedy, proposed, lengths, temperatures)
+    check_call(scores, *columns)
+    _check_dtype("scores", scores)
     if not has_kernels(scores):
-        return reference_draw_and_agree(scores, seeds, positions, is_greedy, proposed, lengths, temperatures)
+        return reference(scores, *columns)
+    batch_size, width, vocab_size = scores.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     block_scores = scores.new_empty((batch_size, width, num_blocks), dtype=torch.float64)
     block_tokens = scores.new_empty((batch_size, width, num_blocks), dtype=torch.int32)
@@ -82,7 +79,7 @@ def draw_and_agree(
         *(width, num_blocks),
         **second,
     )
-    return Verified(token_ids, num_accepted, bonus_tokens, None)
+    return Drawn(token_ids, num_accepted, bonus_tokens)
 
 
 def verify_residual(
@@ -107,15 +104,16 @@ def verify_residual(
     A q that its token cannot have been drawn from is counted and not used, as ``sglang_ssd.algorithm`` says. Raises
     ValueError, with the shape, for arguments that do not fit.
     """
-    _check_columns(p, "p", lengths=lengths)
-    batch_size, width, vocab_size = p.shape
-    _check(is_one_hot, "is_one_hot", torch.bool, (batch_size,), p.device)
-    _check(bonus_uniforms, "bonus_uniforms", torch.float64, (batch_size,), p.device)
-    _check(proposed, "proposed", torch.int64, (batch_size, width - 1), p.device)
-    _check(accept_uniforms, "accept_uniforms", torch.float64, (batch_size, width - 1), p.device)
+    batch_size, width, vocab_size = check_rows("p", p)
+    _check_dtype("p", p)
     num_q = q_ids.shape[-1]
-    _check(q_ids, "q_ids", torch.int64, (batch_size, width - 1, num_q), p.device)
-    _check(q_probs, "q_probs", torch.float32, (batch_size, width - 1, num_q), p.device)
+    check_tensor("lengths", lengths, torch.int64, (batch_size,), p)
+    check_tensor("is_one_hot", is_one_hot, torch.bool, (batch_size,), p)
+    check_tensor("bonus_uniforms", bonus_uniforms, torch.float64, (batch_size,), p)
+    check_tensor("proposed", proposed, torch.int64, (batch_size, width - 1), p)
+    check_tensor("accept_uniforms", accept_uniforms, torch.float64, (batch_size, width - 1), p)
+    check_tensor("q_ids", q_ids, torch.int64, (batch_size, width - 1, num_q), p)
+    check_tensor("q_probs", q_probs, torch.float32, (batch_size, width - 1, num_q), p)
     if not 1 <= num_q <= MOST_Q:
         raise ValueError(f"1 to {MOST_Q} tokens of q: q_ids {tuple(q_ids.shape)}")
     if not has_kernels(p):
@@ -144,7 +142,7 @@ def verify_residual(
         num_blocks,
         **bonus,
     )
-    return Verified(None, num_accepted, bonus_tokens, num_malformed)
+    return Verified(num_accepted, bonus_tokens, num_malformed)
 
 
 def draw_constants(vocab_size: int) -> tuple[dict, dict]:
@@ -168,42 +166,12 @@ def residual_constants(vocab_size: int, num_q: int) -> tuple[dict, dict, dict]:
     )
 
 
-def _check_columns(rows: torch.Tensor, name: str, **columns: torch.Tensor) -> None:
-    if rows.dim() != 3 or 0 in rows.shape or rows.dtype not in DTYPES or rows.stride(2) != 1:
-        raise ValueError(
-            f"{name} must be float [B, K + 1, V], contiguous in V: {rows.dtype} {tuple(rows.shape)}"
-        )
-    for column_name, column in columns.items():
-        _check(column, column_name, torch.int64, rows.shape[:1], rows.device)
+def _check_dtype(name: str, rows: torch.Tensor) -> None:
+    if rows.dtype not in DTYPES:
+        raise ValueError(f"No kernel for {name} {rows.dtype} {tuple(rows.shape)}")
 
 
-def _check(tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous {dtype} {tuple(shape)}: {tensor.dtype} {tuple(tensor.shape)}"
-        )
-    if tensor.device != device:
-        raise ValueError(f"{name} {tuple(shape)} is on {tensor.device}, the others on {device}")
-
-
-# --- references -------------------------------------------------------------------------------------------------------
-
-
-def reference_draw_and_agree(
-    scores, seeds, positions, is_greedy, proposed, lengths, temperatures=None
-) -> Verified:
-    """``draw_and_agree`` in torch, on the CPU."""
-    batch_size, width, vocab_size = scores.shape
-    scores = scores.double()
-    if temperatures is not None:
-        scores = scores / torch.where(is_greedy, 1.0, temperatures)[:, None, None]
-    all_positions = (positions[:, None] + torch.arange(width)).flatten()
-    noise = reference_gumbel(seeds.repeat_interleave(width), all_positions, torch.arange(vocab_size))
-    scores = scores + noise.view(scores.shape) * ~is_greedy[:, None, None]
-    token_ids = scores.masked_fill(scores.isnan(), -torch.inf).argmax(-1)
-    agrees = (proposed == token_ids[:, :-1]) & (torch.arange(width - 1) < lengths[:, None])
-    num_accepted = agrees.long().cumprod(-1).sum(-1)
-    return Verified(token_ids, num_accepted, token_ids.gather(1, num_accepted[:, None])[:, 0], None)
+# --- reference --------------------------------------------------------------------------------------------------------
 
 
 def reference_residual(
@@ -228,7 +196,7 @@ def reference_residual(
         running = weights.cumsum(0)
         bonus = int((running <= bonus_uniforms[b] * running[-1]).sum()) if running[-1] > 0 else 0
         results.append((num_accepted, bonus, sum(is_malformed for _, is_malformed in laws)))
-    return Verified(None, *torch.tensor(results).unbind(1))
+    return Verified(*torch.tensor(results).unbind(1))
 
 
 def _reference_law(vocab_size: int, token: int, is_one_hot: bool, ids, probs) -> tuple[torch.Tensor, bool]:
