@@ -247,15 +247,77 @@ def check_attention_graph(check: Checker) -> dict:
     return {"errors": errors}
 
 
-def without_waiting(check: Checker, function: Callable[[], object]) -> Callable[[], object]:
+def check_attention_table(check: Checker) -> dict:
+    """As the draft's graphs run it: slots read where a table has them, limits that no step fills. Times against buffers
+    of just the plan's size."""
+    requests, branches, longest = (4, 24, check.size.longest_prefix) if check.device == "cuda" else (2, 3, 70)
+    width, num_own = longest + 9, requests * branches
+    table = torch.randperm((requests + num_own) * width, generator=check.random).to(torch.int32)
+    table = table.view(-1, width).to(check.device)
+    (heads, kv_heads), (dtype, head_width) = check.size.heads, check.size.timed
+    limits = fork_attention.PlanLimits(num_own + 5, num_own + 5, 0, 0, 4 * longest, num_own)
+    group_rows = fork_attention.rows_of_a_tile(limits, dtype, heads // kv_heads, head_width)
+    plan = fork_attention.TablePlan(limits._replace(group_rows=group_rows), table)
+    q = check.randn(limits.rows, heads, head_width, dtype=dtype)
+    pools = [check.randn(table.numel(), kv_heads, head_width, dtype=dtype) for _ in range(2)]
+    out = torch.empty_like(q)
+    run = without_waiting(check, Attention(q, *pools, plan).run)
+    run(plan, out)
+    replay = (
+        check.capture(lambda: run(plan, out)).replay if check.device == "cuda" else lambda: run(plan, out)
+    )
+    errors = []
+    for _ in range(3):
+        prefixes = check.integers(1, longest, requests).tolist()
+        rows = fork_attention.TableRows(
+            [branches] * requests,
+            list(range(requests)),
+            list(range(requests, requests + num_own)),
+            [n for n in prefixes for _ in range(branches)],
+            [n + 1 + i % 8 for n in prefixes for i in range(branches)],
+        )
+        without_waiting(check, lambda rows=rows: plan.update_rows(rows))()
+        out.fill_(torch.nan)
+        replay()
+        attention = Attention(q[:num_own], *pools, plan_of_table(rows, table.cpu()))
+        errors.append(attention.error(out[:num_own]))
+        require(errors[-1] < ATTENTION_ERROR[dtype], f"replayed: {errors}")
+        require(not out[num_own:].any(), "rows of padding must be 0")
+    exact = fork_attention.to_device(attention.plan, check.device)
+    return {
+        "errors": errors,
+        "ms": check.milliseconds(lambda: run(plan, out)),
+        "exact_limits_ms": check.milliseconds(lambda: attention.run(exact)),
+    }
+
+
+def plan_of_table(rows, table: torch.Tensor) -> cpu_attention.ForkPlan:
+    """The same rows with slots of their own. All rows of a group share as much."""
+    firsts = [sum(rows.group_sizes[:group]) for group in range(len(rows.group_sizes))]
+    shared = [rows.shared_lens[first] for first in firsts]
+    tail_lens = torch.tensor(rows.lens) - torch.tensor(rows.shared_lens)
+    tails = [table[row, n:] for row, n in zip(rows.own_rows, rows.shared_lens)]
+    depth = int(tail_lens.max())
+    return cpu_attention.make_plan(
+        torch.cat([table[row, :n] for row, n in zip(rows.base_rows, shared)]),
+        torch.tensor([0, *shared]).cumsum(0),
+        torch.arange(len(shared)).repeat_interleave(torch.tensor(rows.group_sizes)),
+        torch.tensor(rows.shared_lens),
+        torch.stack([tail[:depth] for tail in tails]),
+        tail_lens,
+        table.numel(),
+    )
+
+
+def without_waiting(check: Checker, function: Callable) -> Callable:
     """``function``, failing where the host would wait for the device."""
 
-    def checked():
+    def checked(*arguments):
         if check.device == "cpu":
-            return function()
+            return function(*arguments)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return function()
+            return function(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -520,6 +582,7 @@ CHECKS = (
     check_attention,
     check_attention_bits,
     check_attention_graph,
+    check_attention_table,
     check_sampler,
     check_target_draw,
     check_sampler_graph,

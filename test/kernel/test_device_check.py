@@ -27,5 +27,5 @@ def test_dry_run(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert report["dry_run"]
-    assert len(report["checks"]) == 9
+    assert len(report["checks"]) == 10
     assert all(outcome["ok"] for outcome in report["checks"].values())

@@ -18,6 +18,8 @@ _MODULES = {
     "is_compiled": "cpu.library",
     "DevicePlan": "triton.fork_attention",
     "PlanLimits": "triton.fork_attention",
+    "TablePlan": "triton.fork_attention",
+    "TableRows": "triton.fork_attention",
     "verify_residual": "triton.target_draw",
 }
 __all__ = list(_MODULES)

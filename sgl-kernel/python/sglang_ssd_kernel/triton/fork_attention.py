@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -58,9 +61,13 @@ class PlanLimits(NamedTuple):
     split_keys: int = 512
 
 
-#: The tensors of a ``DevicePlan``, int32: those of ``ForkPlan``, and ``shared_lens`` [groups], the leading keys of a group
-#: that the first kernel takes in for all its rows.
-PlanTensors = namedtuple("PlanTensors", (*ForkPlan._fields[:-1], "shared_lens"))
+#: The tensors of a ``DevicePlan``, int32: those of ``ForkPlan``, and
+#: tail_starts: [rows], where each row's tail starts in ``tail_slots``, whatever its shape.
+#: shared_lens: [groups], the leading keys of a group that the first kernel takes in for all its rows.
+#: parts:       [groups * splits], what there is for it to do: group * splits + split. num_parts: [1], how many of them count.
+PlanTensors = namedtuple(
+    "PlanTensors", (*ForkPlan._fields[:-1], "tail_starts", "shared_lens", "parts", "num_parts")
+)
 
 
 class DevicePlan:
@@ -77,29 +84,121 @@ class DevicePlan:
         self.limits = limits
         #: Slots that the pools must have at least.
         self.num_slots = 0
+        #: Programs of the first kernel a kv head: it has a fixed grid, and a plan may have less to do than the limits.
+        self.num_programs = min(limits.groups * self.num_splits, _programs_at_once(device))
         self._storage = torch.zeros(sum(map(math.prod, _shapes(limits))), dtype=torch.int32, device=device)
         self.tensors = _views(self._storage, limits)
 
     @property
     def num_splits(self) -> int:
         """Splits that the first kernel may reach."""
-        return triton.cdiv(self.limits.prefix_len, self.limits.split_keys)
+        return _num_splits(self.limits)
 
     def update(self, plan: ForkPlan) -> None:
         """Put ``plan`` (from ``make_plan``) into the buffers: one copy, on the current stream, which is not waited for.
 
         Raises ValueError when it exceeds the limits.
         """
-        sizes = _limits_of(plan, self.limits.split_keys)
+        self._check_sizes(_limits_of(plan, self.limits.split_keys))
+        with self._refill() as views:
+            _fill(views, plan)
+            self._fill_parts(views)
+        self.num_slots = plan.num_slots
+
+    def _check_sizes(self, sizes: PlanLimits) -> None:
         if any(size > limit for size, limit in zip(sizes, self.limits)):
             raise ValueError(f"The plan needs {sizes}, the buffers hold {self.limits}")
+
+    @contextmanager
+    def _refill(self) -> Iterator[PlanTensors]:
+        """Zeros to be filled, which go to the device at the end."""
         # Fresh each time: torch reuses pinned memory only after the copy that reads it.
         staging = torch.zeros(
             self._storage.shape, dtype=torch.int32, pin_memory=self._storage.device.type == "cuda"
         )
-        _fill(_views(staging, self.limits), plan)
+        yield _views(staging, self.limits)
         self._storage.copy_(staging, non_blocking=True)
-        self.num_slots = plan.num_slots
+
+    def _fill_parts(self, views: PlanTensors) -> None:
+        """What the first kernel has to do, from ``row_groups``, ``prefix_lens`` and ``group_starts``."""
+        num_rows = int(views.group_starts[-1])
+        shortest = torch.full_like(views.shared_lens, torch.iinfo(torch.int32).max)
+        shortest.scatter_reduce_(0, views.row_groups[:num_rows].long(), views.prefix_lens[:num_rows], "amin")
+        has_rows = views.group_starts[1:] > views.group_starts[:-1]
+        views.shared_lens.copy_(torch.where(has_rows, shortest // BLOCK_KEYS * BLOCK_KEYS, 0))
+        splits = torch.arange(self.num_splits, dtype=torch.int32)
+        is_part = splits * self.limits.split_keys < views.shared_lens[:, None]
+        parts = is_part.flatten().nonzero()[:, 0]
+        views.parts[: parts.numel()] = parts
+        views.num_parts[0] = parts.numel()
+
+
+class TableRows(NamedTuple):
+    """Rows of a forward whose slots stand in a table: row i sees ``shared_lens[i]`` slots of its group's row of the table,
+    and the next ones, up to ``lens[i]`` in all, of its own.
+
+    group_sizes: [groups], rows of each; they stand side by side.
+    base_rows:   [groups], row of the table with the shared slots.
+    own_rows:    [rows], row of the table with the others.
+    shared_lens, lens: [rows].
+    """
+
+    group_sizes: list[int]
+    base_rows: list[int]
+    own_rows: list[int]
+    shared_lens: list[int]
+    lens: list[int]
+
+
+class TablePlan(DevicePlan):
+    """A plan of rows whose slots the kernels read in the table where they stand, at the time they run: none is copied.
+
+    Its groups have at most ``limits.group_rows`` rows; larger ones are cut, and read their prefix more than once.
+    """
+
+    def __init__(self, limits: PlanLimits, table: torch.Tensor) -> None:
+        """table: int32 [rows, width], contiguous, of fewer than 2^31 slots, on the plan's device. ``depth`` and
+        ``prefix_slots`` of the limits mean nothing here. Raises ValueError for another table."""
+        if table.dtype != torch.int32 or table.dim() != 2 or not table.is_contiguous():
+            raise ValueError(
+                f"The table must be int32 [rows, width], contiguous: {table.dtype} {tuple(table.shape)}"
+            )
+        if table.numel() >= 2**31:
+            raise ValueError(f"The table must have fewer than 2^31 slots: {tuple(table.shape)}")
+        super().__init__(limits._replace(depth=0, prefix_slots=0), table.device)
+        slots = table.view(-1)
+        self.tensors = self.tensors._replace(prefix_slots=slots, tail_slots=slots)
+        self._table_shape = table.shape
+
+    def update_rows(self, rows: TableRows) -> None:
+        """Put ``rows`` into the buffers: one copy, on the current stream, which is not waited for.
+
+        Raises ValueError when they exceed the limits or the table. What stands in the table is not checked.
+        """
+        _check_table_rows(rows, self._table_shape)
+        cut = [
+            (min(size - start, self.limits.group_rows), base_row)
+            for size, base_row in zip(rows.group_sizes, rows.base_rows)
+            for start in range(0, size, self.limits.group_rows)
+        ]
+        sizes, base_rows = ([pair[i] for pair in cut] for i in range(2))
+        num_rows, num_groups, width = len(rows.lens), len(sizes), self._table_shape[1]
+        self._check_sizes(
+            self.limits._replace(rows=num_rows, groups=num_groups, prefix_len=max(rows.shared_lens))
+        )
+        with self._refill() as views:
+            for view, values in (
+                (views.prefix_starts, [row * width for row in base_rows]),
+                (views.row_groups, [group for group, size in enumerate(sizes) for _ in range(size)]),
+                (views.prefix_lens, rows.shared_lens),
+                (views.tail_starts, [row * width + n for row, n in zip(rows.own_rows, rows.shared_lens)]),
+                (views.tail_lens, [n - shared for n, shared in zip(rows.lens, rows.shared_lens)]),
+                (views.row_order, range(num_rows)),
+                (views.group_starts, [0, *accumulate(sizes)]),
+            ):
+                view[: len(values)] = torch.tensor(values, dtype=torch.int32)
+            views.group_starts[num_groups:] = num_rows
+            self._fill_parts(views)
 
 
 def to_device(plan: ForkPlan, device: torch.device | str, split_keys: int = 512) -> DevicePlan:
@@ -118,6 +217,12 @@ def tile_rows(limits: PlanLimits, dtype: torch.dtype, heads_per_kv: int, width: 
     if num_pairs <= 16 or dtype == torch.float32:
         return 16
     return 32 if num_pairs <= 64 or width > _MAX_COLUMNS else _HIGH_TILE
+
+
+def rows_of_a_tile(limits: PlanLimits, dtype: torch.dtype, heads_per_kv: int, width: int) -> int:
+    """The ``group_rows`` of plans whose groups fill the highest tile that ``limits`` may need, at most ``limits.group_rows``.
+    The tile then is as high for every plan, so that bits do not depend on which one a row is in."""
+    return max(1, tile_rows(limits, dtype, heads_per_kv, width) // heads_per_kv)
 
 
 def fork_attention(
@@ -205,10 +310,10 @@ def _launch(q, k_pool, v_pool, plan: DevicePlan, scaling: float, out) -> None:
     if plan.num_splits:
         num_tiles = triton.cdiv(plan.limits.group_rows * heads_per_kv, shared["TILE"])
         # Tiles of one split stand side by side: those after the first find its keys in the cache.
-        _shared_kernel[(num_tiles, plan.num_splits, plan.limits.groups * num_kv_heads)](
+        _shared_kernel[(num_tiles, plan.num_programs, num_kv_heads)](
             *pools,
             *(tensors.prefix_slots, tensors.prefix_starts, tensors.row_order),
-            *(tensors.group_starts, tensors.shared_lens),
+            *(tensors.group_starts, tensors.shared_lens, tensors.parts, tensors.num_parts),
             *strides,
             *rest,
             **shared,
@@ -217,15 +322,37 @@ def _launch(q, k_pool, v_pool, plan: DevicePlan, scaling: float, out) -> None:
         *pools,
         out,
         *(tensors.prefix_slots, tensors.prefix_starts, tensors.row_groups, tensors.prefix_lens),
-        *(tensors.tail_slots, tensors.tail_lens, tensors.shared_lens),
+        *(tensors.tail_slots, tensors.tail_starts, tensors.tail_lens, tensors.shared_lens),
         *strides,
         *rest,
-        plan.limits.depth,
         **finish,
     )
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _num_splits(limits: PlanLimits) -> int:
+    return triton.cdiv(limits.prefix_len, limits.split_keys)
+
+
+def _programs_at_once(device: torch.device | str) -> int:
+    """Several for each processor of the device, whichever share of them runs at a time."""
+    if torch.device(device).type == "cpu":  # the interpreter: few, so that programs have several parts each
+        return 2
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check_table_rows(rows: TableRows, table_shape: tuple[int, int]) -> None:
+    num_rows, num_groups, (height, width) = len(rows.lens), len(rows.group_sizes), table_shape
+    if not num_rows == len(rows.own_rows) == len(rows.shared_lens) == sum(rows.group_sizes):
+        raise ValueError(f"All rows need a group, a row of the table and two lengths: {rows}")
+    if len(rows.base_rows) != num_groups or min(rows.group_sizes, default=0) < 1:
+        raise ValueError(f"Each group needs rows and a base row: {rows}")
+    if not all(0 <= row < height for row in (*rows.base_rows, *rows.own_rows)):
+        raise ValueError(f"Rows must lie in the table {tuple(table_shape)}: {rows}")
+    if not all(0 <= shared <= n and 0 < n <= width for shared, n in zip(rows.shared_lens, rows.lens)):
+        raise ValueError(f"0 <= shared_lens <= lens, 0 < lens <= {width}: {rows}")
 
 
 def _shapes(limits: PlanLimits) -> PlanTensors:
@@ -238,7 +365,10 @@ def _shapes(limits: PlanLimits) -> PlanTensors:
         tail_lens=(limits.rows,),
         row_order=(limits.rows,),
         group_starts=(limits.groups + 1,),
+        tail_starts=(limits.rows,),
         shared_lens=(limits.groups,),
+        parts=(limits.groups * _num_splits(limits),),
+        num_parts=(1,),
     )
 
 
@@ -261,14 +391,11 @@ def _limits_of(plan: ForkPlan, split_keys: int) -> PlanLimits:
 
 
 def _fill(views: PlanTensors, plan: ForkPlan) -> None:
-    for view, tensor in zip(views, plan[: len(views) - 1]):
+    for view, tensor in zip(views, plan[:-1]):
         view[tuple(map(slice, tensor.shape))] = tensor
+    views.tail_starts.copy_(torch.arange(views.tail_starts.numel()) * views.tail_slots.shape[1])
     # Groups of padding hold no rows.
     views.group_starts[plan.group_starts.numel() :] = plan.row_groups.numel()
-    shortest = torch.full_like(views.shared_lens, torch.iinfo(torch.int32).max)
-    shortest.scatter_reduce_(0, plan.row_groups.long(), plan.prefix_lens, "amin")
-    has_rows = views.group_starts[1:] > views.group_starts[:-1]
-    views.shared_lens.copy_(torch.where(has_rows, shortest // BLOCK_KEYS * BLOCK_KEYS, 0))
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -330,56 +457,56 @@ def _merge(maxima, sums, acc, split_maxima, split_sums, split_acc):
 @triton.jit
 def _shared_kernel(
     q, k_pool, v_pool, states, all_maxima, all_sums, prefix_slots, prefix_starts, row_order, group_starts, shared_lens,
-    q_row_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
+    parts, num_parts, q_row_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
     num_splits, scale, num_kv_heads,
     HEADS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One split of one group's shared keys, for one kv head and TILE pairs of row and query head."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    group, kv_head = tl.program_id(2) // num_kv_heads, tl.program_id(2) % num_kv_heads
-    first = split * SPLIT_KEYS
-    last = tl.minimum(first + SPLIT_KEYS, tl.load(shared_lens + group))
-    first_row = tl.load(group_starts + group)
-    num_pairs = (tl.load(group_starts + group + 1) - first_row) * HEADS
-    if (first >= last) | (tile * TILE >= num_pairs):
-        return
-
-    pair = tile * TILE + tl.arange(0, TILE)
-    is_pair = pair < num_pairs
-    row = tl.load(row_order + first_row + pair // HEADS, mask=is_pair, other=0).to(tl.int64)
-    head = kv_head * HEADS + pair % HEADS
+    """Splits of groups' shared keys, one after the other, for one kv head and TILE pairs of row and query head."""
+    tile, kv_head = tl.program_id(0), tl.program_id(2)
     key_column, column = tl.arange(0, KEY_COLUMNS), tl.arange(0, VALUE_COLUMNS)
-    queries = tl.load(
-        q + (row * q_row_stride + head * q_head_stride)[:, None] + key_column[None, :],
-        mask=is_pair[:, None] & (key_column < KEY_WIDTH)[None, :],
-        other=0.0,
-    )
-    prefix = prefix_slots + tl.load(prefix_starts + group)
-    maxima, sums, acc = _attend(
-        tl.full((TILE,), float("-inf"), tl.float32), tl.zeros((TILE,), tl.float32),
-        tl.zeros((TILE, VALUE_COLUMNS), tl.float32), queries,
-        k_pool + kv_head * k_head_stride, v_pool + kv_head * v_head_stride, prefix, prefix, last, first, last,
-        k_slot_stride, v_slot_stride, scale, 0,
-        KEY_WIDTH, VALUE_WIDTH, KEY_COLUMNS, VALUE_COLUMNS, BLOCK_KEYS, WIDEN,
-    )  # fmt: skip
-    state = (row * (num_kv_heads * HEADS) + head) * num_splits + split
-    tl.store(all_maxima + state, maxima, mask=is_pair)
-    tl.store(all_sums + state, sums, mask=is_pair)
-    tl.store(
-        states + state[:, None] * VALUE_WIDTH + column[None, :],
-        acc,
-        mask=is_pair[:, None] & (column < VALUE_WIDTH)[None, :],
-    )
+    for index in range(tl.program_id(1), tl.load(num_parts), tl.num_programs(1)):
+        part = tl.load(parts + index)
+        group, split = part // num_splits, part % num_splits
+        first = split * SPLIT_KEYS
+        last = tl.minimum(first + SPLIT_KEYS, tl.load(shared_lens + group))
+        first_row = tl.load(group_starts + group)
+        num_pairs = (tl.load(group_starts + group + 1) - first_row) * HEADS
+        if tile * TILE < num_pairs:
+            pair = tile * TILE + tl.arange(0, TILE)
+            is_pair = pair < num_pairs
+            row = tl.load(row_order + first_row + pair // HEADS, mask=is_pair, other=0).to(tl.int64)
+            head = kv_head * HEADS + pair % HEADS
+            queries = tl.load(
+                q + (row * q_row_stride + head * q_head_stride)[:, None] + key_column[None, :],
+                mask=is_pair[:, None] & (key_column < KEY_WIDTH)[None, :],
+                other=0.0,
+            )
+            prefix = prefix_slots + tl.load(prefix_starts + group)
+            maxima, sums, acc = _attend(
+                tl.full((TILE,), float("-inf"), tl.float32), tl.zeros((TILE,), tl.float32),
+                tl.zeros((TILE, VALUE_COLUMNS), tl.float32), queries,
+                k_pool + kv_head * k_head_stride, v_pool + kv_head * v_head_stride, prefix, prefix, last, first, last,
+                k_slot_stride, v_slot_stride, scale, 0,
+                KEY_WIDTH, VALUE_WIDTH, KEY_COLUMNS, VALUE_COLUMNS, BLOCK_KEYS, WIDEN,
+            )  # fmt: skip
+            state = (row * (num_kv_heads * HEADS) + head) * num_splits + split
+            tl.store(all_maxima + state, maxima, mask=is_pair)
+            tl.store(all_sums + state, sums, mask=is_pair)
+            tl.store(
+                states + state[:, None] * VALUE_WIDTH + column[None, :],
+                acc,
+                mask=is_pair[:, None] & (column < VALUE_WIDTH)[None, :],
+            )
 
 
 @triton.jit
 def _finish_kernel(
     q, k_pool, v_pool, states, all_maxima, all_sums, out, prefix_slots, prefix_starts, row_groups, prefix_lens,
-    tail_slots, tail_lens, shared_lens,
+    tail_slots, tail_starts, tail_lens, shared_lens,
     q_row_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
-    num_splits, scale, num_kv_heads, depth,
+    num_splits, scale, num_kv_heads,
     HEADS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -415,7 +542,7 @@ def _finish_kernel(
         other=0.0,
     )
     prefix = prefix_slots + tl.load(prefix_starts + group)
-    tail = tail_slots + row * depth
+    tail = tail_slots + tl.load(tail_starts + row)
     for split in range(num_whole, tl.cdiv(num_keys, SPLIT_KEYS)):
         first, last = split * SPLIT_KEYS, tl.minimum((split + 1) * SPLIT_KEYS, num_keys)
         begun = first < shared_len
