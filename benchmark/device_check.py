@@ -269,17 +269,17 @@ def check_attention_table(check: Checker) -> dict:
     errors = []
     for _ in range(3):
         prefixes = check.integers(1, longest, requests).tolist()
-        rows = fork_attention.TableRows(
+        layout = cpu_attention.ForkLayout(
             [branches] * requests,
             list(range(requests)),
             list(range(requests, requests + num_own)),
             [n for n in prefixes for _ in range(branches)],
             [n + 1 + i % 8 for n in prefixes for i in range(branches)],
         )
-        without_waiting(check, lambda rows=rows: plan.update_rows(rows))()
+        without_waiting(check, lambda layout=layout: plan.update_layout(layout))()
         out.fill_(torch.nan)
         replay()
-        attention = Attention(q[:num_own], *pools, plan_of_table(rows, table.cpu()))
+        attention = Attention(q[:num_own], *pools, plan_of_table(layout, table.cpu()))
         errors.append(attention.error(out[:num_own]))
         require(errors[-1] < ATTENTION_ERROR[dtype], f"replayed: {errors}")
         require(not out[num_own:].any(), "rows of padding must be 0")
@@ -291,18 +291,18 @@ def check_attention_table(check: Checker) -> dict:
     }
 
 
-def plan_of_table(rows, table: torch.Tensor) -> cpu_attention.ForkPlan:
+def plan_of_table(layout, table: torch.Tensor) -> cpu_attention.ForkPlan:
     """The same rows with slots of their own. All rows of a group share as much."""
-    firsts = [sum(rows.group_sizes[:group]) for group in range(len(rows.group_sizes))]
-    shared = [rows.shared_lens[first] for first in firsts]
-    tail_lens = torch.tensor(rows.lens) - torch.tensor(rows.shared_lens)
-    tails = [table[row, n:] for row, n in zip(rows.own_rows, rows.shared_lens)]
+    firsts = [sum(layout.group_sizes[:group]) for group in range(len(layout.group_sizes))]
+    shared = [layout.shared_lens[first] for first in firsts]
+    tail_lens = torch.tensor(layout.lens) - torch.tensor(layout.shared_lens)
+    tails = [table[row, n:] for row, n in zip(layout.rows, layout.shared_lens)]
     depth = int(tail_lens.max())
     return cpu_attention.make_plan(
-        torch.cat([table[row, :n] for row, n in zip(rows.base_rows, shared)]),
+        torch.cat([table[row, :n] for row, n in zip(layout.base_rows, shared)]),
         torch.tensor([0, *shared]).cumsum(0),
-        torch.arange(len(shared)).repeat_interleave(torch.tensor(rows.group_sizes)),
-        torch.tensor(rows.shared_lens),
+        torch.arange(len(shared)).repeat_interleave(torch.tensor(layout.group_sizes)),
+        torch.tensor(layout.shared_lens),
         torch.stack([tail[:depth] for tail in tails]),
         tail_lens,
         table.numel(),

@@ -71,8 +71,8 @@ class StubModel(DraftModelRunner):
     def extend(self, rows: list[int], prefix_lens: list[int], chunks: list[list[int]]) -> torch.Tensor:
         return self._logits.expand(len(rows), -1)
 
-    def decode(self, rows: list[int], positions: list[int], token_ids: list[int], layout) -> torch.Tensor:
-        return self._logits.expand(len(rows), -1)
+    def decode(self, layout, token_ids: list[int]) -> torch.Tensor:
+        return self._logits.expand(len(token_ids), -1)
 
 
 class _FreeList:

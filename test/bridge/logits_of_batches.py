@@ -17,8 +17,8 @@ use_cpu_engine()
 
 from sglang_ssd.bridge import cpu_layers  # noqa: E402
 from sglang_ssd.bridge.bit_equality import check_bit_equality  # noqa: E402
-from sglang_ssd.bridge.cpu_attention import ForkLayout  # noqa: E402
 from sglang_ssd.bridge.draft_runner import DraftModelRunner, DraftRunnerConfig  # noqa: E402
+from sglang_ssd_kernel import ForkLayout  # noqa: E402
 
 PROMPT_LEN, NUM_NEW = 71, 8
 LOOKAHEADS = range(1, 8)
@@ -56,7 +56,8 @@ class Batch:
         for step in range(NUM_NEW):
             positions = [n + step for n in self.lens]
             tokens = [tokens[at] for tokens, at in zip(self.tokens, positions)]
-            logits.append(self.model.decode(self.rows, positions, tokens, None)[0].clone())
+            layout = ForkLayout.without_forks(self.rows, [at + 1 for at in positions])
+            logits.append(self.model.decode(layout, tokens)[0].clone())
         return torch.stack(logits)
 
     def verify(self, width: int) -> torch.Tensor:
@@ -89,11 +90,9 @@ class Batch:
 
     def fork(self) -> torch.Tensor:
         """All new tokens in one forward of decode rows that share a prefix, as the draft's forwards do."""
-        positions = [PROMPT_LEN + step for step in range(NUM_NEW)]
-        layout = ForkLayout([NUM_NEW], [self.rows[0]], [at + 1 for at in positions])
-        return self.model.decode(
-            [self.rows[0]] * NUM_NEW, positions, self.tokens[0][PROMPT_LEN:], layout
-        ).clone()
+        row, lens = self.rows[0], [PROMPT_LEN + step + 1 for step in range(NUM_NEW)]
+        layout = ForkLayout([NUM_NEW], [row], [row] * NUM_NEW, lens, lens)
+        return self.model.decode(layout, self.tokens[0][PROMPT_LEN:]).clone()
 
 
 def differing_batches(model: DraftModelRunner, largest_batch: int) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_ssd.bridge.environment import parse_cores, rank_cores, split_cores, use_cpu_engine
 from sglang_ssd.bridge.memory import plan_pools
-from sglang_ssd_kernel import fork_attention, is_compiled, make_plan
+from sglang_ssd_kernel import ForkLayout, fork_attention, is_compiled, make_plan
 
 use_cpu_engine()
 attention = pytest.importorskip("sglang_ssd.bridge.cpu_attention")
@@ -87,8 +87,7 @@ def test_forks_read_the_shared_prefix_and_their_own_tail(prefix, tail_lengths, s
         rows.append(i + 2)
         lens.append(shared + tail + 1)
         shared_lens.append(shared)
-    layout = attention.ForkLayout([len(rows)], [1], shared_lens)
-    row_keys = attention.keys_of_forks(tables, rows, lens, layout)
+    row_keys = attention.keys_of_forks(tables, ForkLayout([len(rows)], [1], rows, shared_lens, lens))
     assert row_keys.prefix_slots.tolist() == tables[1, : max(shared_lens)].tolist(), "the prefix is read once"
     queries = torch.randn(len(rows), 4, 8, generator=torch.Generator().manual_seed(seed + 1))
     expected_slots = [tables[row, :n].long() for row, n in zip(rows, lens)]

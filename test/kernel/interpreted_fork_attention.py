@@ -20,13 +20,12 @@ from test_cpu_kernels import (
     slots_from,
 )
 
-from sglang_ssd_kernel.cpu.fork_attention import make_plan
+from sglang_ssd_kernel.cpu.fork_attention import ForkLayout, make_plan
 from sglang_ssd_kernel.triton.fork_attention import (
     BLOCK_KEYS,
     DevicePlan,
     PlanLimits,
     TablePlan,
-    TableRows,
     fork_attention,
     rows_of_a_tile,
     tile_rows,
@@ -189,7 +188,7 @@ def test_doubles_are_refused():
 
 @st.composite
 def table_layouts(draw):
-    """Forks of several requests whose slots stand in a table: ``TableRows``, the table, and the same for ``make_plan``."""
+    """Forks of several requests, and the table with their slots."""
     width, sizes, bases, own, shared, lens = 200, [], [], [], [], []
     num_groups = draw(st.integers(1, 3))
     table = torch.randperm(40 * width, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
@@ -201,25 +200,25 @@ def table_layouts(draw):
             own.append(draw(st.integers(1, 39)))
             shared.append(draw(st.one_of(st.just(0), st.integers(1, 180))))
             lens.append(max(1, shared[-1] + draw(st.integers(0, 20))))
-    return TableRows(sizes, bases, own, shared, lens), table
+    return ForkLayout(sizes, bases, own, shared, lens), table
 
 
-def plan_of_table(rows: TableRows, table):
-    groups = [group for group, size in enumerate(rows.group_sizes) for _ in range(size)]
+def plan_of_table(layout, table):
+    groups = [group for group, size in enumerate(layout.group_sizes) for _ in range(size)]
     longest = [
-        max(n for n, of in zip(rows.shared_lens, groups) if of == group)
-        for group in range(len(rows.group_sizes))
+        max(n for n, of in zip(layout.shared_lens, groups) if of == group)
+        for group in range(len(layout.group_sizes))
     ]
-    tails = [table[row, a:b] for row, a, b in zip(rows.own_rows, rows.shared_lens, rows.lens)]
+    tails = [table[row, a:b] for row, a, b in zip(layout.rows, layout.shared_lens, layout.lens)]
     tail_lens = torch.tensor([tail.numel() for tail in tails])
     tail_slots = torch.zeros(len(tails), int(tail_lens.max()), dtype=torch.int32)
     for slots, tail in zip(tail_slots, tails):
         slots[: tail.numel()] = tail
     return make_plan(
-        torch.cat([table[row, :n] for row, n in zip(rows.base_rows, longest)]),
+        torch.cat([table[row, :n] for row, n in zip(layout.base_rows, longest)]),
         torch.tensor([0, *longest]).cumsum(0),
         torch.tensor(groups),
-        torch.tensor(rows.shared_lens),
+        torch.tensor(layout.shared_lens),
         tail_slots,
         tail_lens,
         table.numel(),
@@ -233,18 +232,18 @@ TABLE_LIMITS = PlanLimits(
 
 @settings(max_examples=8)
 @given(table_layouts(), st.sampled_from(DTYPES))
-def test_slots_that_stand_in_a_table(layout, dtype):
+def test_slots_that_stand_in_a_table(layout_and_table, dtype):
     """As the same plan with slots of its own, to the bit; groups are cut at ``group_rows``, buffers are larger."""
-    rows, table = layout
-    pools = DevicePools(len(rows.lens), dtype)
+    layout, table = layout_and_table
+    pools = DevicePools(len(layout.lens), dtype)
     pools.k, pools.v = (torch.randn(table.numel(), *pool.shape[1:]).to(dtype) for pool in (pools.k, pools.v))
-    expected = pools.attend(plan_of_table(rows, table))
+    expected = pools.attend(plan_of_table(layout, table))
     plan = TablePlan(TABLE_LIMITS, table)
-    plan.update_rows(rows)
+    plan.update_layout(layout)
     q = torch.cat((pools.q, torch.randn(24 - len(pools.q), *pools.q.shape[1:]).to(dtype)))
     result = fork_attention(q, pools.k, pools.v, plan, pools.scaling)
-    assert torch.equal(result[: len(rows.lens)], expected)
-    assert not result[len(rows.lens) :].any()
+    assert torch.equal(result[: len(layout.lens)], expected)
+    assert not result[len(layout.lens) :].any()
 
 
 def test_tables_are_read_when_the_kernel_runs():
@@ -252,13 +251,13 @@ def test_tables_are_read_when_the_kernel_runs():
     table = torch.arange(400, dtype=torch.int32).view(2, 200)
     pools, plan = DevicePools(1, torch.float32), TablePlan(TABLE_LIMITS._replace(rows=1, groups=1), table)
     pools.k, pools.v = torch.randn(2, 400, 1, 64)
-    plan.update_rows(TableRows([1], [1], [1], [100], [103]))
+    plan.update_layout(ForkLayout([1], [1], [1], [100], [103]))
     before = [tensor.data_ptr() for tensor in plan.tensors]
     first = pools.run(pools.q, plan, None)
     table.copy_(table.flip(0))
     second = pools.run(pools.q, plan, None)
     assert not torch.equal(first, second)
-    plan.update_rows(TableRows([1], [0], [0], [100], [103]))
+    plan.update_layout(ForkLayout([1], [0], [0], [100], [103]))
     assert torch.equal(pools.run(pools.q, plan, None), first)
     assert [tensor.data_ptr() for tensor in plan.tensors] == before
 
@@ -279,27 +278,28 @@ def test_groups_of_a_tile_fill_it(dtype, heads_per_kv, width):
     [
         ({"group_sizes": [1]}, "All rows need a group"),
         ({"base_rows": []}, "needs rows and a base row"),
-        ({"own_rows": [0, 2]}, r"table \(2, 200\)"),
+        ({"rows": [0, 2]}, r"table \(2, 200\)"),
         ({"lens": [3, 2]}, "0 <= shared_lens <= lens"),
         ({"lens": [3, 201]}, "lens <= 200"),
         ({"shared_lens": [0, 0], "lens": [0, 1]}, "0 < lens"),
     ],
 )
-def test_bad_table_rows(changes, message):
+def test_bad_layouts(changes, message):
     plan = TablePlan(TABLE_LIMITS, torch.zeros(2, 200, dtype=torch.int32))
-    rows = TableRows([2], [1], [0, 1], [3, 3], [3, 4])
-    plan.update_rows(rows)
+    layout = ForkLayout([2], [1], [0, 1], [3, 3], [3, 4])
+    plan.update_layout(layout)
     with pytest.raises(ValueError, match=message):
-        plan.update_rows(rows._replace(**changes))
+        plan.update_layout(layout._replace(**changes))
 
 
-def test_table_rows_beyond_a_limit_are_refused():
-    rows, table = TableRows([5, 4], [1, 0], [1] * 9, [3] * 9, [3] * 9), torch.zeros(2, 200, dtype=torch.int32)
-    TablePlan(TABLE_LIMITS._replace(rows=9, groups=3, prefix_len=3), table).update_rows(rows)
+def test_layouts_beyond_a_limit_are_refused():
+    layout = ForkLayout([5, 4], [1, 0], [1] * 9, [3] * 9, [3] * 9)
+    table = torch.zeros(2, 200, dtype=torch.int32)
+    TablePlan(TABLE_LIMITS._replace(rows=9, groups=3, prefix_len=3), table).update_layout(layout)
     for limit, value in {"rows": 8, "groups": 2, "prefix_len": 2}.items():
         plan = TablePlan(TABLE_LIMITS._replace(**{limit: value}), table)
         with pytest.raises(ValueError, match=f"{limit}={value}"):
-            plan.update_rows(rows)
+            plan.update_layout(layout)
 
 
 @pytest.mark.parametrize(

@@ -21,22 +21,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_ssd_kernel import ForkPlan, fork_attention, is_compiled, make_plan
+from sglang_ssd_kernel import ForkLayout, ForkPlan, fork_attention, is_compiled, make_plan
 
 logger = logging.getLogger(__name__)
-
-
-class ForkLayout(NamedTuple):
-    """Which rows of a decode forward fork from which request. Rows of one group stand side by side.
-
-    group_sizes:  [groups], rows in each group.
-    base_rows:    [groups], row of ``req_to_token`` that holds the shared prefix.
-    shared_lens:  [rows], leading tokens that a row takes from the base row; the rest is its own tail.
-    """
-
-    group_sizes: list[int]
-    base_rows: list[int]
-    shared_lens: list[int]
 
 
 class RowKeys(NamedTuple):
@@ -78,11 +65,10 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         tables = self.req_to_token_pool.req_to_token
         pool_rows = batch.req_pool_indices.tolist()
         if batch.forward_mode.is_decode():
-            lens = batch.seq_lens.tolist()
             layout, self.next_fork_layout = self.next_fork_layout, None
-            if layout is not None:
-                return keys_of_forks(tables, pool_rows, lens, layout)
-            return keys_of_extends(tables, pool_rows, [n - 1 for n in lens], [1] * len(lens))
+            return keys_of_forks(
+                tables, layout or ForkLayout.without_forks(pool_rows, batch.seq_lens.tolist())
+            )
         if batch.forward_mode.is_target_verify():
             width = batch.spec_info.draft_token_num
             prefixes, extends = batch.seq_lens.tolist(), [width] * len(pool_rows)
@@ -131,8 +117,7 @@ def is_plain_layer(layer) -> bool:
 def keys_of_extends(
     tables: torch.Tensor, pool_rows: list[int], prefixes: list[int], extends: list[int]
 ) -> RowKeys:
-    """Rows that extend their requests: each sees the prefix and the new rows up to itself. A row of plain decoding is an
-    extension by one.
+    """Rows that extend their requests: each sees the prefix and the new rows up to itself.
 
     tables: int [pool rows, width], slot of each token. The three lists are [requests].
     """
@@ -148,18 +133,18 @@ def keys_of_extends(
     )
 
 
-def keys_of_forks(tables: torch.Tensor, pool_rows: list[int], lens: list[int], layout: ForkLayout) -> RowKeys:
+def keys_of_forks(tables: torch.Tensor, layout: ForkLayout) -> RowKeys:
     """Decode rows that fork: each sees its part of the shared prefix, then its own tail.
 
-    tables: int [pool rows, width]. pool_rows, lens: [rows], lens include the token of this forward.
+    tables: int [pool rows, width].
     """
     groups = [group for group, size in enumerate(layout.group_sizes) for _ in range(size)]
     shared = [0] * len(layout.group_sizes)
     for group, n in zip(groups, layout.shared_lens, strict=True):
         shared[group] = max(shared[group], n)
-    tail_lens = [n - s for n, s in zip(lens, layout.shared_lens, strict=True)]
+    tail_lens = [n - s for n, s in zip(layout.lens, layout.shared_lens, strict=True)]
     tail_slots = torch.zeros(len(groups), max(tail_lens), dtype=torch.int32)
-    for i, (row, n, s) in enumerate(zip(pool_rows, lens, layout.shared_lens, strict=True)):
+    for i, (row, n, s) in enumerate(zip(layout.rows, layout.lens, layout.shared_lens, strict=True)):
         tail_slots[i, : n - s] = tables[row, s:n]
     return RowKeys(
         torch.cat([tables[row, :n] for row, n in zip(layout.base_rows, shared, strict=True)]),

@@ -20,6 +20,7 @@ from sglang_ssd.bridge.memory import bytes_per_kv_token
 
 if TYPE_CHECKING:
     from sglang_ssd.bridge.prefix_cache import Prefix
+    from sglang_ssd_kernel import ForkLayout
 
 logger = logging.getLogger(__name__)
 
@@ -169,20 +170,21 @@ class DraftModelRunner:
         )
         return self._forward(batch)
 
-    def decode(self, rows: list[int], positions: list[int], token_ids: list[int], layout) -> torch.Tensor:
-        """Forward one token in each row (a row may appear more than once, at increasing positions).
+    def decode(self, layout: ForkLayout, token_ids: list[int]) -> torch.Tensor:
+        """Forward one token in each row, its last (a row of the pool may appear more than once, at increasing lengths).
 
-        The slot of ``positions[i]`` in ``rows[i]`` must be written. Returns logits, float [rows, V].
+        Its slot must be written. Returns logits, float [rows, V].
         """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        row_ids, position_ids = self._int64(rows), self._int64(positions)
+        row_ids, lens = self._int64(layout.rows), self._int64(layout.lens)
+        position_ids = lens - 1
         batch = self._forward_batch(
             ForwardMode.DECODE,
             token_ids=token_ids,
-            rows=rows,
-            seq_lens=position_ids + 1,
-            seq_lens_cpu=torch.tensor(positions) + 1,
+            rows=layout.rows,
+            seq_lens=lens,
+            seq_lens_cpu=torch.tensor(layout.lens),
             plan_lens=position_ids,
             slots=self._tables[row_ids, position_ids].long(),
             positions=position_ids,

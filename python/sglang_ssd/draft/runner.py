@@ -11,7 +11,7 @@ import torch
 from sglang_ssd.bridge.draft_runner import DraftModelRunner
 from sglang_ssd.draft.forking_paths import Guess, Path, SparseLaw
 from sglang_ssd.wire.messages import Sampling
-from sglang_ssd_kernel import largest_top_m, sample_saguaro, sample_shared_noise
+from sglang_ssd_kernel import ForkLayout, largest_top_m, sample_saguaro, sample_shared_noise
 
 #: Likeliest tokens that the noise is added to. Any guess is exact, so this bounds cost and acceptance only.
 DEFAULT_TOP_M = 64
@@ -104,26 +104,22 @@ class DraftRunner:
         Each pending token is a decode row; a path with two (an uncached draft token and the bonus token) takes two
         rows of the same slots, the second of which sees the first, since KV is written before it is read.
         """
-        from sglang_ssd.bridge.cpu_attention import ForkLayout
-
         lanes = sorted(lanes, key=lambda lane: lane.base_row)
-        rows, positions, tokens, shared_lens = [], [], [], []
+        rows, lens, tokens, shared_lens = [], [], [], []
         guessed_rows, guessed_positions = [], []
         sizes: dict[int, int] = {}
         for path, base_row, last, _ in lanes:
-            for offset, token in enumerate(path.pending):
-                position = path.num_cached + offset
+            for num_before, token in enumerate(path.pending, path.num_cached):
                 rows.append(path.row)
-                positions.append(position)
+                lens.append(num_before + 1)
                 tokens.append(token)
-                shared_lens.append(path.num_shared if path.row != base_row else position + 1)
+                shared_lens.append(path.num_shared if path.row != base_row else lens[-1])
             for back in reversed(range(path.num_guesses)):
                 guessed_rows.append(len(rows) - 1 - back)
                 guessed_positions.append(last._replace(index=last.index - back))
             sizes[base_row] = sizes.get(base_row, 0) + len(path.pending)
-        logits = self._model.decode(
-            rows, positions, tokens, ForkLayout(list(sizes.values()), list(sizes), shared_lens)
-        )
+        layout = ForkLayout(list(sizes.values()), list(sizes), rows, shared_lens, lens)
+        logits = self._model.decode(layout, tokens)
         guesses = iter(self._guess(logits[guessed_rows], guessed_positions))
         for lane in lanes:
             lane.path.advance(list(islice(guesses, lane.path.num_guesses)), lane.lookahead)

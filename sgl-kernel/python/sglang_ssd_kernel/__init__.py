@@ -10,6 +10,7 @@ _MODULES = {
     "sample_saguaro": "dispatch",
     "draw_and_agree": "dispatch",
     "largest_top_m": "dispatch",
+    "ForkLayout": "cpu.fork_attention",
     "ForkPlan": "cpu.fork_attention",
     "make_plan": "cpu.fork_attention",
     "rms_norm": "cpu.rms_norm",
@@ -19,7 +20,6 @@ _MODULES = {
     "DevicePlan": "triton.fork_attention",
     "PlanLimits": "triton.fork_attention",
     "TablePlan": "triton.fork_attention",
-    "TableRows": "triton.fork_attention",
     "verify_residual": "triton.target_draw",
 }
 __all__ = list(_MODULES)

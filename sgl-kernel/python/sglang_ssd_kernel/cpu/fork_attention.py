@@ -45,6 +45,30 @@ class ForkPlan(NamedTuple):
     num_slots: int
 
 
+class ForkLayout(NamedTuple):
+    """Decode rows whose slots stand in a table [table rows, width], such as SGLang's ``req_to_token``, and which of them
+    share a prefix: row i sees ``shared_lens[i]`` slots of its group's base row, and the next ones, up to ``lens[i]`` in
+    all, of its own row.
+
+    group_sizes: [groups], rows of each; they stand side by side.
+    base_rows:   [groups], row of the table that holds the shared prefix.
+    rows:        [rows], row of the table that holds the rest.
+    shared_lens: [rows].
+    lens:        [rows], the token of this forward included.
+    """
+
+    group_sizes: list[int]
+    base_rows: list[int]
+    rows: list[int]
+    shared_lens: list[int]
+    lens: list[int]
+
+    @classmethod
+    def without_forks(cls, rows: list[int], lens: list[int]) -> ForkLayout:
+        """Plain decoding: every row on its own."""
+        return cls([1] * len(rows), rows, rows, lens, lens)
+
+
 def make_plan(
     prefix_slots: torch.Tensor,
     prefix_starts: torch.Tensor,

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cpu.fork_attention import ForkPlan, check_call
+from ..cpu.fork_attention import ForkLayout, ForkPlan, check_call
 from .device import has_kernels
 
 #: Keys of one step. Few, because each row reads its last block alone.
@@ -133,23 +133,6 @@ class DevicePlan:
         views.num_parts[0] = parts.numel()
 
 
-class TableRows(NamedTuple):
-    """Rows of a forward whose slots stand in a table: row i sees ``shared_lens[i]`` slots of its group's row of the table,
-    and the next ones, up to ``lens[i]`` in all, of its own.
-
-    group_sizes: [groups], rows of each; they stand side by side.
-    base_rows:   [groups], row of the table with the shared slots.
-    own_rows:    [rows], row of the table with the others.
-    shared_lens, lens: [rows].
-    """
-
-    group_sizes: list[int]
-    base_rows: list[int]
-    own_rows: list[int]
-    shared_lens: list[int]
-    lens: list[int]
-
-
 class TablePlan(DevicePlan):
     """A plan of rows whose slots the kernels read in the table where they stand, at the time they run: none is copied.
 
@@ -170,29 +153,29 @@ class TablePlan(DevicePlan):
         self.tensors = self.tensors._replace(prefix_slots=slots, tail_slots=slots)
         self._table_shape = table.shape
 
-    def update_rows(self, rows: TableRows) -> None:
-        """Put ``rows`` into the buffers: one copy, on the current stream, which is not waited for.
+    def update_layout(self, layout: ForkLayout) -> None:
+        """Put ``layout`` into the buffers: one copy, on the current stream, which is not waited for.
 
-        Raises ValueError when they exceed the limits or the table. What stands in the table is not checked.
+        Raises ValueError when it exceeds the limits or the table. What stands in the table is not checked.
         """
-        _check_table_rows(rows, self._table_shape)
+        _check_layout(layout, self._table_shape)
         cut = [
             (min(size - start, self.limits.group_rows), base_row)
-            for size, base_row in zip(rows.group_sizes, rows.base_rows)
+            for size, base_row in zip(layout.group_sizes, layout.base_rows)
             for start in range(0, size, self.limits.group_rows)
         ]
         sizes, base_rows = ([pair[i] for pair in cut] for i in range(2))
-        num_rows, num_groups, width = len(rows.lens), len(sizes), self._table_shape[1]
+        num_rows, num_groups, width = len(layout.lens), len(sizes), self._table_shape[1]
         self._check_sizes(
-            self.limits._replace(rows=num_rows, groups=num_groups, prefix_len=max(rows.shared_lens))
+            self.limits._replace(rows=num_rows, groups=num_groups, prefix_len=max(layout.shared_lens))
         )
         with self._refill() as views:
             for view, values in (
                 (views.prefix_starts, [row * width for row in base_rows]),
                 (views.row_groups, [group for group, size in enumerate(sizes) for _ in range(size)]),
-                (views.prefix_lens, rows.shared_lens),
-                (views.tail_starts, [row * width + n for row, n in zip(rows.own_rows, rows.shared_lens)]),
-                (views.tail_lens, [n - shared for n, shared in zip(rows.lens, rows.shared_lens)]),
+                (views.prefix_lens, layout.shared_lens),
+                (views.tail_starts, [row * width + n for row, n in zip(layout.rows, layout.shared_lens)]),
+                (views.tail_lens, [n - shared for n, shared in zip(layout.lens, layout.shared_lens)]),
                 (views.row_order, range(num_rows)),
                 (views.group_starts, [0, *accumulate(sizes)]),
             ):
@@ -343,16 +326,16 @@ def _programs_at_once(device: torch.device | str) -> int:
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _check_table_rows(rows: TableRows, table_shape: tuple[int, int]) -> None:
-    num_rows, num_groups, (height, width) = len(rows.lens), len(rows.group_sizes), table_shape
-    if not num_rows == len(rows.own_rows) == len(rows.shared_lens) == sum(rows.group_sizes):
-        raise ValueError(f"All rows need a group, a row of the table and two lengths: {rows}")
-    if len(rows.base_rows) != num_groups or min(rows.group_sizes, default=0) < 1:
-        raise ValueError(f"Each group needs rows and a base row: {rows}")
-    if not all(0 <= row < height for row in (*rows.base_rows, *rows.own_rows)):
-        raise ValueError(f"Rows must lie in the table {tuple(table_shape)}: {rows}")
-    if not all(0 <= shared <= n and 0 < n <= width for shared, n in zip(rows.shared_lens, rows.lens)):
-        raise ValueError(f"0 <= shared_lens <= lens, 0 < lens <= {width}: {rows}")
+def _check_layout(layout: ForkLayout, table_shape: tuple[int, int]) -> None:
+    height, width = table_shape
+    if not len(layout.lens) == len(layout.rows) == len(layout.shared_lens) == sum(layout.group_sizes):
+        raise ValueError(f"All rows need a group, a row of the table and two lengths: {layout}")
+    if len(layout.base_rows) != len(layout.group_sizes) or min(layout.group_sizes, default=0) < 1:
+        raise ValueError(f"Each group needs rows and a base row: {layout}")
+    if not all(0 <= row < height for row in (*layout.base_rows, *layout.rows)):
+        raise ValueError(f"Rows must lie in the table {tuple(table_shape)}: {layout}")
+    if not all(0 <= shared <= n and 0 < n <= width for shared, n in zip(layout.shared_lens, layout.lens)):
+        raise ValueError(f"0 <= shared_lens <= lens, 0 < lens <= {width}: {layout}")
 
 
 def _shapes(limits: PlanLimits) -> PlanTensors:
