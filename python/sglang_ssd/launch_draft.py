@@ -37,7 +37,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--device", choices=("cpu", "cuda"), help="Default: cuda where torch sees a GPU.")
     add("--dtype", default="auto", help="Data type of weights and activations.")
-    add("--attention-backend", help="SGLang attention backend.")
+    add(
+        "--attention-backend",
+        default="auto",
+        help="auto: SGLang's choice; on a CPU prefixes that forks share are read once. triton-fork: the same on a GPU. Or "
+        "a name that SGLang's --attention-backend knows.",
+    )
     add("--cores", help="CPU only: cores to run on, such as 1 or 2-3.")
     add("--max-sessions", type=int, default=64, help="Requests served at a time, over all verifiers.")
     add("--max-rows", type=int, default=1024, help="Sessions and branches at a time.")
@@ -112,18 +117,19 @@ def _serve(args: argparse.Namespace) -> int:
         pin_process(parse_cores(args.cores, "--cores") if args.cores else sorted(os.sched_getaffinity(0)))
     from sglang_ssd.bridge.draft_runner import DraftModelRunner, DraftRunnerConfig
     from sglang_ssd.bridge.preflight import model_facts
-    from sglang_ssd.bridge.server_args import tokenizer_fingerprint
+    from sglang_ssd.bridge.server_args import draft_attention_backend, tokenizer_fingerprint
     from sglang_ssd.draft.runner import DraftRunner
     from sglang_ssd.draft.server import DraftIdentity, DraftServer
     from sglang_ssd.wire.channel import DraftChannel
 
+    attention_backend = draft_attention_backend("--attention-backend", args.attention_backend, device)
     facts = model_facts("--model-path", args.model_path, args.dtype, device, args.trust_remote_code)
     model = DraftModelRunner(
         DraftRunnerConfig(
             model_path=args.model_path,
             device=device,
             dtype=facts.dtype,
-            attention_backend=args.attention_backend,
+            attention_backend=attention_backend,
             max_rows=args.max_rows,
             kv_tokens=args.max_total_tokens or _default_kv_tokens(facts, device),
             context_length=args.context_length,

@@ -79,6 +79,7 @@ class Batch:
                 seq_lens=torch.tensor(starts),
                 seq_lens_cpu=torch.tensor(starts),
                 plan_lens=torch.tensor(starts),
+                plan_lens_cpu=torch.tensor(starts),
                 slots=slots,
                 positions=positions.flatten(),
                 spec_info=SimpleNamespace(

@@ -9,11 +9,18 @@ from sglang_ssd.bridge.environment import use_cpu_engine
 use_cpu_engine()
 pytest.importorskip("sglang.srt.managers.scheduler")
 
-from sglang_ssd.bridge.self_check import SEAMS, SGLANG_VERSION, Seam, drifted_seams  # noqa: E402
+from sglang_ssd.bridge.self_check import (  # noqa: E402
+    FORK_ATTENTION_SEAMS,
+    SEAMS,
+    SGLANG_VERSION,
+    Seam,
+    drifted_seams,
+)
 
 
-def test_no_seam_has_drifted():
-    assert drifted_seams() == []
+@pytest.mark.parametrize("seams", [SEAMS, FORK_ATTENTION_SEAMS], ids=["all", "fork attention"])
+def test_no_seam_has_drifted(seams):
+    assert drifted_seams(seams) == []
 
 
 def test_the_pinned_release_is_installed():

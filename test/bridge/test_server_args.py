@@ -15,6 +15,7 @@ from sglang_ssd.bridge.server_args import (  # noqa: E402
     LARGEST_FAN_OUT_BUDGET,
     LARGEST_LOOKAHEAD,
     draft_addresses,
+    draft_attention_backend,
     parse_options,
     ssd_options,
 )
@@ -166,3 +167,26 @@ def test_what_cannot_work_is_named(options, beginning):
     with pytest.raises(ValueError) as caught:
         parsed(**options)
     assert str(caught.value).startswith(beginning) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "chosen"),
+    [
+        ("auto", "cpu", None),
+        ("auto", "cuda", None),
+        ("triton-fork", "cuda", "triton-fork"),
+        ("flashinfer", "cuda", "flashinfer"),
+        ("torch_native", "cpu", "torch_native"),
+    ],
+)
+def test_attention_of_the_draft(name, device, chosen):
+    assert draft_attention_backend("--attention-backend", name, device) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("triton-fork", "triton-fork: runs on GPUs; on a CPU auto"), ("fa9", "fa9: must be auto, triton-fork or one of")],
+)  # fmt: skip
+def test_attention_that_the_draft_cannot_have(name, message):
+    with pytest.raises(ValueError, match=f"^--ssd-draft-attention-backend {message}"):
+        parsed(ssd_draft_attention_backend=name)

@@ -281,7 +281,6 @@ def test_groups_of_a_tile_fill_it(dtype, heads_per_kv, width):
         ({"rows": [0, 2]}, r"table \(2, 200\)"),
         ({"lens": [3, 2]}, "0 <= shared_lens <= lens"),
         ({"lens": [3, 201]}, "lens <= 200"),
-        ({"shared_lens": [0, 0], "lens": [0, 1]}, "0 < lens"),
     ],
 )
 def test_bad_layouts(changes, message):

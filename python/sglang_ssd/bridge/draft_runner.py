@@ -33,7 +33,8 @@ _MIN_DECODE_TOKENS = 128
 class DraftRunnerConfig(NamedTuple):
     """What the draft process needs to load its model.
 
-    device: ``cpu`` or ``cuda``. dtype, attention_backend: as SGLang's flags, None for SGLang's default.
+    device: ``cpu`` or ``cuda``. dtype: as SGLang's flag. attention_backend: as SGLang's flag or ``triton-fork``, None for
+    the default.
     max_rows: rows of ``req_to_token``, sessions and branches together. kv_tokens: KV slots, None for what fits.
     context_length: longest sequence in tokens including the lookahead.
     """
@@ -71,6 +72,8 @@ class DraftModelRunner:
         self.device = self.runner.device
         #: Tokens of one decode forward: SGLang copies them into buffers of this size.
         self.max_decode_tokens = max(config.max_rows, _MIN_DECODE_TOKENS)
+        #: Backends without read the prefix of each row.
+        self._takes_forks = hasattr(self.runner.attn_backend, "next_fork_layout")
         self._tables = self.runner.req_to_token_pool.req_to_token
         self._allocator = self.runner.token_to_kv_pool_allocator
         self._num_rows = self._tables.shape[0] - 1
@@ -158,6 +161,7 @@ class DraftModelRunner:
             seq_lens=self._int64(ends),
             seq_lens_cpu=torch.tensor(ends),
             plan_lens=self._int64(prefix_lens),
+            plan_lens_cpu=torch.tensor(prefix_lens),
             slots=torch.cat([self._tables[row, a:b].long() for row, (a, b) in zip(rows, spans, strict=True)]),
             positions=torch.cat([torch.arange(a, b, device=self.device) for a, b in spans]),
             extend_num_tokens=sum(new_lens),
@@ -186,15 +190,27 @@ class DraftModelRunner:
             seq_lens=lens,
             seq_lens_cpu=torch.tensor(layout.lens),
             plan_lens=position_ids,
+            plan_lens_cpu=torch.tensor(layout.lens) - 1,
             slots=self._tables[row_ids, position_ids].long(),
             positions=position_ids,
         )
-        if self.device == "cpu":
+        if self._takes_forks:
             self.runner.attn_backend.next_fork_layout = layout
         return self._forward(batch)
 
     def _forward_batch(
-        self, mode, *, token_ids, rows, seq_lens, seq_lens_cpu, plan_lens, slots, positions, **extend
+        self,
+        mode,
+        *,
+        token_ids,
+        rows,
+        seq_lens,
+        seq_lens_cpu,
+        plan_lens,
+        plan_lens_cpu,
+        slots,
+        positions,
+        **extend,
     ):
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -217,7 +233,7 @@ class DraftModelRunner:
         )
         translator = self.runner.kv_index_translator
         plan = translator.plan(
-            req_pool_indices=row_ids, seq_lens=plan_lens, seq_lens_cpu=plan_lens.cpu(), write_virtual=slots
+            req_pool_indices=row_ids, seq_lens=plan_lens, seq_lens_cpu=plan_lens_cpu, write_virtual=slots
         )
         plan.bind(batch, translator)
         return batch
@@ -227,7 +243,9 @@ class DraftModelRunner:
             return self.runner.forward(batch).logits_output.next_token_logits
 
     def _int64(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        # Pinned, since the host waits for copies of other memory.
+        values = torch.tensor(values, dtype=torch.int64, pin_memory=self.device != "cpu")
+        return values.to(self.device, non_blocking=True)
 
 
 def _load(config: DraftRunnerConfig):
@@ -241,10 +259,16 @@ def _load(config: DraftRunnerConfig):
     from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
     from sglang.srt.server_args import ServerArgs
 
+    from sglang_ssd.bridge.server_args import TRITON_FORK
+
     if config.device == "cpu":
         from sglang_ssd.bridge.cpu_attention import install_cpu_attention
 
         install_cpu_attention()
+    if config.attention_backend == TRITON_FORK:
+        from sglang_ssd.bridge.fork_attention_backend import install_fork_attention
+
+        install_fork_attention()
     options = dict(
         model_path=config.model_path,
         device=config.device,
@@ -283,6 +307,10 @@ def _load(config: DraftRunnerConfig):
         prepare_model(runner.model, pack_weights=True)
     runner.alloc_memory_pool()
     runner.init_attention_backends()
+    if config.attention_backend == TRITON_FORK and not hasattr(runner.attn_backend, "next_fork_layout"):
+        raise ValueError(
+            f"attention backend {TRITON_FORK}: the model wraps it in {type(runner.attn_backend).__name__}; choose another"
+        )
     runner.init_cuda_graphs()
     logger.info(
         "draft %s: %d KV slots of %d bytes, %d rows, context of %d tokens",

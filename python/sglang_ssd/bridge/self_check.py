@@ -97,6 +97,35 @@ SEAMS = (
     Seam("sglang.srt.server_args:ServerArgs.from_cli_args", ("args",)),
 )
 
+#: Those of the draft's attention on a GPU (bridge.fork_attention_backend), checked where it is used.
+FORK_ATTENTION_SEAMS = (
+    Seam("sglang.srt.layers.attention.triton_backend:TritonAttnBackend.__init__", ("self", "model_runner")),
+    Seam(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend.init_forward_metadata",
+        ("self", "forward_batch"),
+    ),
+    Seam(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend.init_forward_metadata_out_graph",
+        ("self", "forward_batch", "in_capture"),
+    ),
+    Seam(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend.forward_decode",
+        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+    ),
+    Seam(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend._set_kv_buffer",
+        ("self", "forward_batch", "layer", "loc_info", "k", "v"),
+    ),
+    Seam("sglang.srt.mem_cache.memory_pool:KVWriteLoc.for_batch", ("forward_batch",)),
+    Seam("sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.get_key_buffer", ("self", "layer_id")),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:build_replay_fb_view",
+        ("forward_batch", "bs", "capture_forward_mode"),
+    ),
+    Seam("sglang.srt.layers.attention.attention_registry:register_attention_backend", ("name",)),
+    Seam("sglang.srt.arg_groups.choices:add_attention_backend_choices"),
+)
+
 
 def drifted_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
     """One line for each seam that is not what this project expects; empty when all hold."""

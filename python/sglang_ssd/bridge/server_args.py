@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
 from sglang_ssd.algorithm.saguaro import SCALES
 from sglang_ssd.bridge.environment import detect_device
@@ -28,6 +28,8 @@ FAN_OUTS = ("measured", "geometric", "uniform")
 FALLBACKS = ("neural", "ngram", "auto")
 SAMPLINGS = ("shared-noise", "residual")
 BIT_EQUALITIES = ("auto", "on", "off")
+#: The draft's attention by sglang_ssd.bridge.fork_attention_backend.
+TRITON_FORK = "triton-fork"
 #: Lookahead K and fan-out budget B where the user names none. On a CPU a draft forward takes .4 of a verify, so two
 #: depths fit beside it; published GPU pairs have room for four.
 DEFAULT_LOOKAHEAD = {"cpu": 2, "cuda": 4}
@@ -59,7 +61,7 @@ class SSDServerArgs(ServerArgs, kw_only=True, dict=True):
     ssd_saguaro_c: str = "1.0"
     ssd_draft_temperature: float | None = None
     ssd_draft_top_m: int = 64
-    ssd_draft_attention_backend: str | None = None
+    ssd_draft_attention_backend: str = "auto"
     ssd_draft_max_total_tokens: int | None = None
     ssd_draft_max_sessions: int = 64
     ssd_round_timeout_ms: float | None = None
@@ -150,7 +152,12 @@ def add_ssd_arguments(parser: argparse.ArgumentParser) -> None:
         default=64,
         help="Likeliest draft tokens that the sampling noise is added to.",
     )
-    add("--ssd-draft-attention-backend", help="Attention backend of the draft.")
+    add(
+        "--ssd-draft-attention-backend",
+        default=AUTO,
+        help=f"Attention backend of the draft. auto: SGLang's choice; on a CPU prefixes that forks share are read once. "
+        f"{TRITON_FORK}: the same on a GPU. Or a name that SGLang's --attention-backend knows.",
+    )
     add("--ssd-draft-max-total-tokens", type=int, help="KV slots of the draft. Default: from free memory.")
     add("--ssd-draft-max-sessions", type=int, default=64, help="Requests that the draft serves at a time.")
     add(
@@ -282,6 +289,19 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def draft_attention_backend(option: str, name: str, device: str) -> str | None:
+    """``name`` for SGLang, None where it shall choose. Raises ValueError in one line on a name that cannot be had."""
+    if name == AUTO:
+        return None
+    if name == TRITON_FORK and device == "cpu":
+        raise ValueError(f"{option} {name}: runs on GPUs; on a CPU auto reads shared prefixes once as well")
+    if name not in (TRITON_FORK, *ATTENTION_BACKEND_CHOICES):
+        raise ValueError(
+            f"{option} {name}: must be {AUTO}, {TRITON_FORK} or one of SGLang's {', '.join(ATTENTION_BACKEND_CHOICES)}"
+        )
+    return name
+
+
 def _check_drafts(args: argparse.Namespace) -> None:
     """Which drafts there are and how they are reached. Raises ValueError in one line."""
     for name in ("ssd_draft_endpoint", "ssd_curve_draft_key", "ssd_draft_cores"):
@@ -301,6 +321,7 @@ def _check_drafts(args: argparse.Namespace) -> None:
                 "python -m sglang_ssd.launch_draft and a CUDA_VISIBLE_DEVICES of its own, and name it by "
                 "--ssd-draft-endpoint"
             )
+    draft_attention_backend("--ssd-draft-attention-backend", args.ssd_draft_attention_backend, args.device)
     draft_addresses(args.ssd_draft_endpoint or (), args.ssd_curve_secret_key, args.ssd_curve_draft_key or ())
 
 

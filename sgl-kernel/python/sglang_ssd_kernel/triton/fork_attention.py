@@ -32,7 +32,7 @@ from .device import has_kernels
 #: Keys of one step. Few, because each row reads its last block alone.
 BLOCK_KEYS = 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_HEADS_PER_KV = 16
+MAX_HEADS_PER_KV = 16
 # The second kernel has few rows, but two accumulators: it takes lower tiles and fewer columns. Heights are those that fit
 # the registers and for which the compiler adds up a row in the same way in both kernels: by four warps in tiles of 16 or
 # 32 rows, by one in tiles of 128 here and 64 there. test_triton_compile.py looks whether it does.
@@ -154,7 +154,8 @@ class TablePlan(DevicePlan):
         self._table_shape = table.shape
 
     def update_layout(self, layout: ForkLayout) -> None:
-        """Put ``layout`` into the buffers: one copy, on the current stream, which is not waited for.
+        """Put ``layout`` into the buffers: one copy, on the current stream, which is not waited for. The output of a row
+        of length 0 is 0.
 
         Raises ValueError when it exceeds the limits or the table. What stands in the table is not checked.
         """
@@ -233,7 +234,7 @@ def fork_attention(
         out = q.new_empty(out_shape)
     check_call(q, k_pool, v_pool, plan.limits.rows, plan.num_slots, out, out_shape)
     heads_per_kv = q.shape[1] // k_pool.shape[1]
-    if not has_kernels(q) or q.dtype not in DTYPES or heads_per_kv > _MAX_HEADS_PER_KV:
+    if not has_kernels(q) or q.dtype not in DTYPES or heads_per_kv > MAX_HEADS_PER_KV:
         raise ValueError(
             f"No kernel for {q.device}, {q.dtype}: q {tuple(q.shape)}, k_pool {tuple(k_pool.shape)}"
         )
@@ -334,8 +335,8 @@ def _check_layout(layout: ForkLayout, table_shape: tuple[int, int]) -> None:
         raise ValueError(f"Each group needs rows and a base row: {layout}")
     if not all(0 <= row < height for row in (*layout.base_rows, *layout.rows)):
         raise ValueError(f"Rows must lie in the table {tuple(table_shape)}: {layout}")
-    if not all(0 <= shared <= n and 0 < n <= width for shared, n in zip(layout.shared_lens, layout.lens)):
-        raise ValueError(f"0 <= shared_lens <= lens, 0 < lens <= {width}: {layout}")
+    if not all(0 <= shared <= n <= width for shared, n in zip(layout.shared_lens, layout.lens)):
+        raise ValueError(f"0 <= shared_lens <= lens <= {width}: {layout}")
 
 
 def _shapes(limits: PlanLimits) -> PlanTensors:
