@@ -40,6 +40,10 @@ def run_scheduler(server_args, *args, **kwargs) -> None:
         cores = cores_of_rank(rank)
         if cores:
             pin_process(cores)
+    else:
+        from sglang_ssd.bridge.verify_graph import install_verify_graph
+
+        install_verify_graph()
     run(scheduler_class, server_args, *args, **kwargs)
 
 
@@ -59,4 +63,8 @@ def register() -> None:
             from sglang_ssd.bridge.cpu_attention import install_cpu_attention
 
             install_cpu_attention()
+        else:
+            from sglang_ssd.bridge.verify_graph import install_verify_graph
+
+            install_verify_graph()
         replace_scheduler(scheduler_class())

@@ -95,6 +95,15 @@ SEAMS = (
     Seam("sglang.kernels.fused_op:BaseFusedOp._resolve_forward_method", ("self",)),
     Seam("sglang.srt.entrypoints.http_server:launch_server", ("server_args", "run_scheduler_process_func")),
     Seam("sglang.srt.server_args:ServerArgs.from_cli_args", ("args",)),
+    Seam("sglang.srt.model_executor.model_runner:ModelRunner._decode_cuda_graph_runner_cls", ("self",)),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.get_spec_info",
+        ("self", "num_tokens"),
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.base_runner:create_dummy_verify_input",
+        ("spec_algorithm", "custom_mask", "num_tokens_per_req", "is_draft_worker"),
+    ),
 )
 
 #: Those of the draft's attention on a GPU (bridge.fork_attention_backend), checked where it is used.
