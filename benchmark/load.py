@@ -242,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
                 pair, mode, dtype="float32", lookahead=LOOKAHEAD, budget=BUDGET
             )
             arguments += ["--max-total-tokens", str(KV_TOKENS), "--max-running-requests", str(args.streams)]
+            if mode == "async":
+                arguments += ["--ssd-draft-max-total-tokens", str(KV_TOKENS)]
             with serving(arguments, options.log_path(args.out, mode), mode) as server:
                 with Memory(server) as sampled:
                     started = time.perf_counter()
