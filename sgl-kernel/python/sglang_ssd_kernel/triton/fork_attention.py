@@ -204,8 +204,8 @@ def tile_rows(limits: PlanLimits, dtype: torch.dtype, heads_per_kv: int, width: 
 
 
 def rows_of_a_tile(limits: PlanLimits, dtype: torch.dtype, heads_per_kv: int, width: int) -> int:
-    """The ``group_rows`` of plans whose groups fill the highest tile that ``limits`` may need, at most ``limits.group_rows``.
-    The tile then is as high for every plan, so that bits do not depend on which one a row is in."""
+    """``group_rows`` with which every plan has the tile of ``limits``, and a group just fits it: for a ``TablePlan``, whose
+    bits then do not depend on its other limits."""
     return max(1, tile_rows(limits, dtype, heads_per_kv, width) // heads_per_kv)
 
 
