@@ -170,6 +170,16 @@ def test_an_over_size_frame_drops_its_sender_only(draft, caplog):
         assert until_received(verifier, Ping(5))
 
 
+def receive_exactly(peer: socket.socket, num_bytes: int) -> bytes:
+    """MSG_WAITALL does not wait on a socket with a timeout."""
+    received = b""
+    while len(received) < num_bytes:
+        part = peer.recv(num_bytes - len(received))
+        assert part, "the connection ended"
+        received += part
+    return received
+
+
 def announce_a_frame(port: int, num_bytes: int) -> socket.socket:
     """A peer that speaks ZMTP 3.0 by hand, and says how much it is about to send."""
     peer = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_MS / 1e3)
@@ -177,9 +187,9 @@ def announce_a_frame(port: int, num_bytes: int) -> socket.socket:
     socket_type = b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
     ready = b"\x05READY" + socket_type
     peer.sendall(greeting)
-    assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
+    receive_exactly(peer, 64)
     peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
-    assert b"READY" in peer.recv(43, socket.MSG_WAITALL)
+    assert b"READY" in receive_exactly(peer, 43)
     peer.sendall(b"\x02" + num_bytes.to_bytes(8, "big"))
     return peer
 
