@@ -406,10 +406,10 @@ def check_sampler(check: Checker) -> dict:
         for dtype in check.size.dtypes:
             arguments = sampler_arguments(check, check.size.num_rows[-1], vocab_size, dtype)
             sizes = {"num_ranked": 8, "top_m": min(64, vocab_size)}
-            shared = draft_sampler.sample_shared_noise(**arguments, **sizes)
+            shared = draft_sampler.sample(**arguments, **sizes)
             compare(shared, cpu_sampler.reference(**on_cpu(arguments), **sizes), "shared noise")
             arguments |= saguaro_arguments(check, check.size.num_rows[-1])
-            saguaro = draft_sampler.sample_saguaro(**arguments, **sizes)
+            saguaro = draft_sampler.sample(**arguments, **sizes)
             expected = cpu_sampler.reference(**on_cpu(arguments), **sizes)
             compare(saguaro, expected, "Saguaro")
             drawn = cpu_sampler.reference_draw(
@@ -441,7 +441,7 @@ def time_sampler(check: Checker) -> list[dict]:
             top_m = min(64, vocab_size)
 
             def ours(a=arguments, top_m=top_m):
-                return draft_sampler.sample_shared_noise(**a, num_ranked=8, top_m=top_m)
+                return draft_sampler.sample(**a, num_ranked=8, top_m=top_m)
 
             def plain(logits=logits, temperatures=temperatures, top_m=top_m):
                 top = logits.float().topk(top_m)
@@ -549,7 +549,7 @@ def check_sampler_graph(check: Checker) -> dict:
 
     def run():
         kept[:] = [
-            draft_sampler.sample_shared_noise(**drafts, **sizes),
+            draft_sampler.sample(**drafts, **sizes),
             target_draw.draw_and_agree(**targets),
         ]
 

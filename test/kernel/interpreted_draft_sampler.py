@@ -14,7 +14,7 @@ from sglang_ssd.algorithm.saguaro import saguaro_probs, sample_sparse
 from sglang_ssd.algorithm.shared_noise import Stream, perturbed_top, seeded_uniforms
 from sglang_ssd_kernel.cpu.draft_sampler import Drafted, reference
 from sglang_ssd_kernel.triton import draft_sampler
-from sglang_ssd_kernel.triton.draft_sampler import sample_saguaro, sample_shared_noise
+from sglang_ssd_kernel.triton.draft_sampler import sample
 
 
 @pytest.fixture(autouse=True)
@@ -70,15 +70,15 @@ def assert_same(actual: Drafted, expected: Drafted):
 def test_both_laws(vocab_size, top_m, num_ranked, dtype):
     """bfloat16 and float16 have ties everywhere: at the cut to the top M and in every rank."""
     given_rows, sizes = arguments(3, vocab_size, dtype), {"num_ranked": num_ranked, "top_m": top_m}
-    assert_same(sample_shared_noise(**given_rows, **sizes), reference(**given_rows, **sizes))
+    assert_same(sample(**given_rows, **sizes), reference(**given_rows, **sizes))
     given_rows |= saguaro_arguments(3)
-    assert_same(sample_saguaro(**given_rows, **sizes), reference(**given_rows, **sizes))
+    assert_same(sample(**given_rows, **sizes), reference(**given_rows, **sizes))
 
 
 def test_a_real_vocabulary():
     given_rows = arguments(2, 151_936)
     sizes = {"num_ranked": 8, "top_m": 64}
-    assert_same(sample_shared_noise(**given_rows, **sizes), reference(**given_rows, **sizes))
+    assert_same(sample(**given_rows, **sizes), reference(**given_rows, **sizes))
 
 
 ODD = [0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-40]
@@ -92,11 +92,11 @@ def test_odd_logits(values, data):
     given_rows["logits"] = torch.tensor([values, values[::-1], [math.nan] * len(values)])
     top_m = data.draw(st.integers(1, min(len(values), 128)))
     sizes = {"num_ranked": data.draw(st.integers(1, top_m)), "top_m": top_m}
-    actual = sample_shared_noise(**given_rows, **sizes)
+    actual = sample(**given_rows, **sizes)
     assert_same(actual, reference(**given_rows, **sizes))
     assert not actual.scores.isnan().any()
     given_rows |= saguaro_arguments(3)
-    actual = sample_saguaro(**given_rows, **sizes)
+    actual = sample(**given_rows, **sizes)
     assert_same(actual, reference(**given_rows, **sizes))
     assert not actual.q.isnan().any()
 
@@ -105,7 +105,7 @@ def test_odd_logits(values, data):
 def test_shared_noise_is_that_of_the_algorithm(top_m):
     """Without ties, which the algorithm's cut to the top M breaks as torch pleases."""
     given_rows = arguments(4, 2000)
-    actual = sample_shared_noise(**given_rows, num_ranked=8, top_m=top_m)
+    actual = sample(**given_rows, num_ranked=8, top_m=top_m)
     expected = perturbed_top(**given_rows, num_ranked=8, top_m=top_m)
     assert torch.equal(actual.ranked_ids, expected.token_ids)
     assert torch.equal(actual.token_ids, expected.token_ids[:, 0])
@@ -117,7 +117,7 @@ def test_saguaro_is_that_of_the_algorithm(c):
     rows, num_rows = arguments(5, 2000), 5
     rows["is_greedy"][:] = False
     fan_out = torch.tensor([0, 1, 3, 15, 99])
-    actual = sample_saguaro(
+    actual = sample(
         **rows, fan_out=fan_out, c=torch.full((num_rows,), c, dtype=torch.float64), num_ranked=3, top_m=16
     )
     top = rows["logits"].topk(16)
@@ -139,26 +139,24 @@ def test_tokens_have_the_law_that_is_shipped():
     counts = (drafted.token_ids[:, None] == drafted.top_ids[0]).sum(0)
     assert chisquare(counts, drafted.q[0].double() / drafted.q[0].double().sum() * num_rows).pvalue > 1e-3
     few = {name: column[:4] for name, column in rows.items()}
-    assert torch.equal(sample_saguaro(**few, num_ranked=1, top_m=8).token_ids, drafted.token_ids[:4])
+    assert torch.equal(sample(**few, num_ranked=1, top_m=8).token_ids, drafted.token_ids[:4])
 
 
 def test_rows_do_not_depend_on_their_batch():
     rows = arguments(3, 700)
-    together = sample_shared_noise(**rows, num_ranked=4, top_m=16)
+    together = sample(**rows, num_ranked=4, top_m=16)
     for i in range(3):
-        alone = sample_shared_noise(
-            **{name: column[i : i + 1] for name, column in rows.items()}, num_ranked=4, top_m=16
-        )
+        alone = sample(**{name: column[i : i + 1] for name, column in rows.items()}, num_ranked=4, top_m=16)
         assert torch.equal(alone.scores[0], together.scores[i])
         assert torch.equal(alone.ranked_ids[0], together.ranked_ids[i])
 
 
 def test_rows_may_lie_apart():
     rows = arguments(3, 500)
-    expected = sample_shared_noise(**rows, num_ranked=4, top_m=16)
+    expected = sample(**rows, num_ranked=4, top_m=16)
     wide = torch.full((3, 1000), math.nan)
     wide[:, :500] = rows["logits"]
-    assert_same(sample_shared_noise(**(rows | {"logits": wide[:, :500]}), num_ranked=4, top_m=16), expected)
+    assert_same(sample(**(rows | {"logits": wide[:, :500]}), num_ranked=4, top_m=16), expected)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +179,4 @@ def test_rows_may_lie_apart():
 def test_bad_calls(changes, message):
     good = arguments(2, 9) | {"num_ranked": 2, "top_m": 4}
     with pytest.raises(ValueError, match=message):
-        sample_shared_noise(**(good | changes))
+        sample(**(good | changes))

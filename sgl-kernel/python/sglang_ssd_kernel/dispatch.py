@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,11 +69,7 @@ def sample_shared_noise(
     NaN counts as -inf, ties go to the lowest id. Raises ValueError, with the shape, for anything else.
     """
     columns = (temperatures, seeds, positions, is_greedy)
-    if logits.device.type == "cpu":
-        return cpu_sampler.sample_shared_noise(logits, *columns, num_ranked=num_ranked, top_m=top_m)
-    from .triton import draft_sampler as gpu
-
-    return gpu.sample_shared_noise(logits, *columns, num_ranked=num_ranked, top_m=top_m)
+    return _sampler(logits)(logits, *columns, num_ranked=num_ranked, top_m=top_m)
 
 
 def sample_saguaro(
@@ -89,15 +86,19 @@ def sample_saguaro(
 ) -> cpu_sampler.Drafted:
     """A draw from sigma_{F,C} (arXiv 2603.03251) of the top M tokens, with a uniform of seed and position.
 
-    fan_out: int64 [rows], F: the leading tokens that are scaled. c: float64 [rows], C in [0, 1], which is not checked.
-    Others as in ``sample_shared_noise``, as what is raised.
+    fan_out: int64 [rows], F: the leading tokens that are scaled. c: float64 [rows], C in [0, 1], which is not checked
+    (on a GPU that would wait for the device). Others as in ``sample_shared_noise``, as what is raised.
     """
     columns = (temperatures, seeds, positions, is_greedy, fan_out, c)
+    return _sampler(logits)(logits, *columns, num_ranked=num_ranked, top_m=top_m)
+
+
+def _sampler(logits: torch.Tensor) -> Callable[..., cpu_sampler.Drafted]:
     if logits.device.type == "cpu":
-        return cpu_sampler.sample_saguaro(logits, *columns, num_ranked=num_ranked, top_m=top_m)
+        return cpu_sampler.sample
     from .triton import draft_sampler as gpu
 
-    return gpu.sample_saguaro(logits, *columns, num_ranked=num_ranked, top_m=top_m)
+    return gpu.sample
 
 
 def draw_and_agree(

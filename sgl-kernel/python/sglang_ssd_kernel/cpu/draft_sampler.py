@@ -37,49 +37,6 @@ class Drafted(NamedTuple):
     q: torch.Tensor | None
 
 
-def sample_shared_noise(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    is_greedy: torch.Tensor,
-    *,
-    num_ranked: int,
-    top_m: int,
-) -> Drafted:
-    """The draft's guesses of the target's draws: logit / temperature + g over the top M tokens; in greedy rows logits.
-
-    logits:       [rows, V] float32, bfloat16 or float16, contiguous in V.
-    temperatures: float64 [rows], positive, not read in greedy rows.
-    seeds, positions: int64 [rows], of the noise; a position is that of the last token before the draw.
-    is_greedy:    bool [rows].
-    top_m:        from 1, cut to V; num_ranked: 1 to that.
-
-    Raises ValueError, with the shape, for anything else.
-    """
-    return _sample(logits, temperatures, seeds, positions, is_greedy, None, None, num_ranked, top_m)
-
-
-def sample_saguaro(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    is_greedy: torch.Tensor,
-    fan_out: torch.Tensor,
-    c: torch.Tensor,
-    *,
-    num_ranked: int,
-    top_m: int,
-) -> Drafted:
-    """A draw from sigma_{F,C} (arXiv 2603.03251) of the top M tokens, with a uniform of seed and position.
-
-    fan_out: int64 [rows], F: the leading tokens that are scaled. c: float64 [rows], C in [0, 1], which is not checked.
-    Others as in ``sample_shared_noise``, as what is raised.
-    """
-    return _sample(logits, temperatures, seeds, positions, is_greedy, fan_out, c, num_ranked, top_m)
-
-
 def reference(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
@@ -92,7 +49,7 @@ def reference(
     num_ranked: int,
     top_m: int,
 ) -> Drafted:
-    """Both samplers in torch: Saguaro if ``fan_out`` and ``c`` are given."""
+    """``sample`` in torch."""
     top_ids, top_logits = _top(logits, min(top_m, logits.shape[1]))
     scores = top_logits.double() / torch.where(is_greedy, 1.0, temperatures)[:, None]
     if fan_out is None:
@@ -153,9 +110,19 @@ class DraftArguments(ctypes.Structure):
     ]
 
 
-def _sample(
-    logits, temperatures, seeds, positions, is_greedy, fan_out, c, num_ranked: int, top_m: int
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    is_greedy: torch.Tensor,
+    fan_out: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    *,
+    num_ranked: int,
+    top_m: int,
 ) -> Drafted:
+    """Both samplers of ``dispatch``, for tensors on a CPU: Saguaro if ``fan_out`` and ``c`` are given."""
     columns = (temperatures, seeds, positions, is_greedy, fan_out, c)
     top_m = check_call(logits, *columns, num_ranked, top_m)
     kernel = kernel_for(logits, "ssd_draft_sampler")

@@ -29,49 +29,6 @@ _INT32_MAX = tl.constexpr((1 << 31) - 1)
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-def sample_shared_noise(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    is_greedy: torch.Tensor,
-    *,
-    num_ranked: int,
-    top_m: int,
-) -> Drafted:
-    """The draft's guesses of the target's draws: logit / temperature + g over the top M tokens; in greedy rows logits.
-
-    logits:       [rows, V] float32, bfloat16 or float16, contiguous in V, V up to 524,288.
-    temperatures: float64 [rows], positive, not read in greedy rows.
-    seeds, positions: int64 [rows], of the noise; a position is that of the last token before the draw.
-    is_greedy:    bool [rows].
-    top_m:        1 to 128, cut to V; num_ranked: 1 to that.
-
-    Raises ValueError, with the shape, for anything else.
-    """
-    return _sample(logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m)
-
-
-def sample_saguaro(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    is_greedy: torch.Tensor,
-    fan_out: torch.Tensor,
-    c: torch.Tensor,
-    *,
-    num_ranked: int,
-    top_m: int,
-) -> Drafted:
-    """A draw from sigma_{F,C} (arXiv 2603.03251) of the top M tokens, with a uniform of seed and position.
-
-    fan_out: int64 [rows], F: the leading tokens that are scaled. c: float64 [rows], C in [0, 1], which is not checked
-    (that would wait for the device). Others as in ``sample_shared_noise``, as what is raised.
-    """
-    return _sample(logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out, c)
-
-
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
@@ -94,9 +51,19 @@ def constants(vocab_size: int, num_ranked: int, top_m: int, is_saguaro: bool) ->
     return first, second | {"num_warps": 8, "num_stages": 1}
 
 
-def _sample(
-    logits, temperatures, seeds, positions, is_greedy, num_ranked, top_m, fan_out=None, c=None
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    is_greedy: torch.Tensor,
+    fan_out: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    *,
+    num_ranked: int,
+    top_m: int,
 ) -> Drafted:
+    """Both samplers of ``dispatch``, for tensors on a GPU: Saguaro if ``fan_out`` and ``c`` are given."""
     columns = (temperatures, seeds, positions, is_greedy, fan_out, c)
     top_m = check_call(logits, *columns, num_ranked, top_m)
     if top_m > MOST_TOP_M or logits.shape[1] > GROUP * _MOST_GROUPS:

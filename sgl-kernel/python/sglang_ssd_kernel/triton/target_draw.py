@@ -46,17 +46,7 @@ def draw_and_agree(
     lengths: torch.Tensor,
     temperatures: torch.Tensor | None = None,
 ) -> Drawn:
-    """argmax of score + g at every position (g = 0 in greedy rows), and how far a proposal agrees with it.
-
-    scores:    [B, K + 1, V] float, contiguous in V: log p or, with ``temperatures`` float64 [B] (positive, not read in
-               greedy rows), logits. The normaliser of log p is the same for a whole row and so changes no argmax. NaN is
-               never drawn, +inf always; a row of only NaN or -inf gives token 0.
-    seeds, positions: int64 [B]; positions are those of the tokens before the first draw, the next draws follow.
-    is_greedy: bool [B].
-    proposed:  int64 [B, K]; lengths: int64 [B], 0..K: what lies beyond is padding. K = 0 draws only.
-
-    Raises ValueError, with the shape, for anything else.
-    """
+    """``dispatch.draw_and_agree`` for tensors on a GPU."""
     columns = (seeds, positions, is_greedy, proposed, lengths, temperatures)
     check_call(scores, *columns)
     _check_dtype("scores", scores)
