@@ -15,7 +15,6 @@ A plot of tokens a second over requests at a time goes beside the JSON.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -151,8 +150,7 @@ def measure(server: Server, num_at_once: int, args: argparse.Namespace, label: s
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    verify_ms, depth_ms = args.scale * args.verify_ms, args.scale * args.depth_ms
-    os.environ[stretched.VERIFY_MS], os.environ[stretched.DEPTH_MS] = str(verify_ms), str(depth_ms)
+    verify_ms, depth_ms = stretched.state_times(args)
     facts, rows, plain_tokens_per_s = machine_facts(), [], None
     with options.temporary_test_pair(args.draft) as pair:
         for configuration in configurations(args):
@@ -222,9 +220,7 @@ def plot(args: argparse.Namespace, rows: Sequence[Row]) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = options.Parser("emulated", __doc__)
     add = parser.add_argument
-    add("--verify-ms", type=float, default=11.5, help="a target forward (default: %(default)s)")
-    add("--depth-ms", type=float, default=2.54, help="a draft forward (default: %(default)s)")
-    add("--scale", type=float, default=1.0, help="stretches both times (default: %(default)s)")
+    stretched.add_times(parser)
     add("--lookaheads", type=int, nargs="+", default=[3], help="K of SSD (default: 3)")
     add("--budgets", type=int, nargs="+", default=[8, 12], help="B of SSD (default: 8 12)")
     add("--sync-lookaheads", type=int, nargs="*", default=[1, 2, 3, 4, 5], help="K of sync (default: 1 to 5)")
@@ -239,9 +235,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_count("--max-tokens", 128, "tokens a prompt")
     parser.add_out("emulated.json")
     args = parser.parse_args(argv)
-    for option in ("verify_ms", "depth_ms", "scale"):
-        if not getattr(args, option) > 0:
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be above 0")
+    stretched.check_times(parser, args)
     return args
 
 

@@ -26,7 +26,7 @@ import options
 import psutil
 from report import format_table, machine_facts, new_figure, save_figure, write_json
 from serving import REQUEST_TIMEOUT_S, Request, Server, ServerFailed, serving
-from storm import held
+from storm import any_request, held
 from tqdm import tqdm
 
 MODES = ("off", "async")
@@ -107,13 +107,7 @@ def load_requests(num: int, seed: int) -> list[tuple[Request, int | None]]:
     """Requests, greedy and seeded in turns, and after how many events their client leaves."""
     rng, requests = Random(seed), []
     for i in range(num):
-        sampling = {
-            "temperature": 0.8 * (i % 2),
-            "sampling_seed": rng.getrandbits(62),
-            "max_new_tokens": rng.randint(SHORTEST_ANSWER, LONGEST_ANSWER),
-            "ignore_eos": True,
-        }
-        request = Request(rng.choices(range(32, 127), k=rng.randint(4, 64)), sampling)
+        request = any_request(rng, i, (SHORTEST_ANSWER, LONGEST_ANSWER), longest_prompt=64)
         leaves = rng.random() < SHARE_LEAVING
         requests.append((request, rng.randrange(LONGEST_ANSWER // 2) if leaves else None))
     return requests

@@ -176,8 +176,7 @@ def injected(server: Server, trace: Path, args: argparse.Namespace) -> dict[str,
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    verify_ms, depth_ms = args.scale * args.verify_ms, args.scale * args.depth_ms
-    os.environ[stretched.VERIFY_MS], os.environ[stretched.DEPTH_MS] = str(verify_ms), str(depth_ms)
+    verify_ms, _ = stretched.state_times(args)
     rows, beside_misses = [], {}
     with tempfile.TemporaryDirectory() as trace, options.temporary_test_pair() as pair:
         os.environ[stretched.TRACE_DIR] = trace
@@ -217,13 +216,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = options.Parser("rounds", __doc__)
-    parser.add_argument(
-        "--verify-ms", type=float, default=11.5, help="a target forward (default: %(default)s)"
-    )
-    parser.add_argument("--depth-ms", type=float, default=2.54, help="a draft forward (default: %(default)s)")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="stretches both times (default: %(default)s)"
-    )
+    stretched.add_times(parser)
     parser.add_speculation(3, 8)
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 16], help="requests at a time (default: 1 16)"
@@ -235,7 +228,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_count("--num-prompts", 4, "prompts for each request at a time")
     parser.add_count("--max-tokens", 128, "tokens a prompt")
     parser.add_out("rounds.json")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    stretched.check_times(parser, args)
+    return args
 
 
 if __name__ == "__main__":

@@ -268,16 +268,19 @@ class Outcome(NamedTuple):
 
 def storm_requests(num: int, seed: int) -> list[Request]:
     """Every other one is greedy, the others have a seed."""
-    rng, requests = Random(seed), []
-    for i in range(num):
-        sampling = {
-            "temperature": 0.8 * (i % 2),
-            "sampling_seed": rng.getrandbits(62),
-            "max_new_tokens": rng.randint(SHORTEST_ANSWER, LONGEST_ANSWER),
-            "ignore_eos": True,
-        }
-        requests.append(Request(rng.choices(range(32, 127), k=rng.randint(4, 120)), sampling))
-    return requests
+    rng = Random(seed)
+    return [any_request(rng, i, (SHORTEST_ANSWER, LONGEST_ANSWER), longest_prompt=120) for i in range(num)]
+
+
+def any_request(rng: Random, index: int, answer_lengths: tuple[int, int], longest_prompt: int) -> Request:
+    """Greedy for every other index, seeded for the others; ended by its length alone."""
+    sampling = {
+        "temperature": 0.8 * (index % 2),
+        "sampling_seed": rng.getrandbits(62),
+        "max_new_tokens": rng.randint(*answer_lengths),
+        "ignore_eos": True,
+    }
+    return Request(rng.choices(range(32, 127), k=rng.randint(4, longest_prompt)), sampling)
 
 
 def answers_over(

@@ -13,6 +13,7 @@ the draft its outcomes, in a file of their own.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -24,6 +25,27 @@ from typing import Any
 
 VERIFY_MS, DEPTH_MS = "SSD_STRETCHED_VERIFY_MS", "SSD_STRETCHED_DEPTH_MS"
 TRACE_DIR = "SSD_TRACE_DIR"
+
+
+def add_times(parser: argparse.ArgumentParser) -> None:
+    """The options that ``state_times`` reads."""
+    add = parser.add_argument
+    add("--verify-ms", type=float, default=11.5, help="a target forward (default: %(default)s)")
+    add("--depth-ms", type=float, default=2.54, help="a draft forward (default: %(default)s)")
+    add("--scale", type=float, default=1.0, help="stretches both times (default: %(default)s)")
+
+
+def check_times(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for option in ("verify_ms", "depth_ms", "scale"):
+        if not getattr(args, option) > 0:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be above 0")
+
+
+def state_times(args: argparse.Namespace) -> tuple[float, float]:
+    """Tell the servers to come how long a verify and a draft depth take: the milliseconds, which are returned."""
+    verify_ms, depth_ms = args.scale * args.verify_ms, args.scale * args.depth_ms
+    os.environ[VERIFY_MS], os.environ[DEPTH_MS] = str(verify_ms), str(depth_ms)
+    return verify_ms, depth_ms
 
 
 def stated_ms(variable: str) -> float:
