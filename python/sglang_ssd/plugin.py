@@ -29,22 +29,30 @@ def run_scheduler(server_args, *args, **kwargs) -> None:
     from sglang_ssd.bridge.environment import cores_of_rank, pin_process, quiet_model_registry
     from sglang_ssd.bridge.process import run_scheduler as run
 
-    if server_args.device == "cpu":
-        from sglang_ssd.bridge.cpu_attention import install_cpu_attention
+    is_cpu = server_args.device == "cpu"
+    if is_cpu:
         from sglang_ssd.bridge.parallel import speak_gloo_only
 
         quiet_model_registry()
-        install_cpu_attention()
         speak_gloo_only()
         rank = args[2] if len(args) > 2 else kwargs["tp_rank"]
         cores = cores_of_rank(rank)
         if cores:
             pin_process(cores)
+    _install_for_device(is_cpu)
+    run(scheduler_class, server_args, *args, **kwargs)
+
+
+def _install_for_device(is_cpu: bool) -> None:
+    """What the target's model runner needs before it is made."""
+    if is_cpu:
+        from sglang_ssd.bridge.cpu_attention import install_cpu_attention
+
+        install_cpu_attention()
     else:
         from sglang_ssd.bridge.verify_graph import install_verify_graph
 
         install_verify_graph()
-    run(scheduler_class, server_args, *args, **kwargs)
 
 
 def register() -> None:
@@ -59,12 +67,5 @@ def register() -> None:
         from sglang_ssd.bridge.environment import is_cpu_engine
         from sglang_ssd.bridge.process import replace_scheduler
 
-        if is_cpu_engine():
-            from sglang_ssd.bridge.cpu_attention import install_cpu_attention
-
-            install_cpu_attention()
-        else:
-            from sglang_ssd.bridge.verify_graph import install_verify_graph
-
-            install_verify_graph()
+        _install_for_device(is_cpu_engine())
         replace_scheduler(scheduler_class())
