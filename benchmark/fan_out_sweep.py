@@ -81,7 +81,8 @@ def serve(
     args: argparse.Namespace, fan_out: FanOutName, budget: int, prompts, label: str
 ) -> dict[float, list[dict[str, Any]]]:
     """What the draft says of its outcomes, ``--rounds`` at each temperature. One request at a time, so that a request's
-    outcomes stand together and in order; first tokens whose prompt the draft had not read are left out."""
+    outcomes stand together and in order. Outcomes that came before the candidates of their position were known are left out,
+    and told."""
     pair = PairPaths(Path(args.model), Path(args.draft))
     arguments = options.server_arguments(pair, "async", lookahead=args.lookahead, budget=budget)
     arguments += ["--ssd-fan-out", fan_out]
@@ -101,9 +102,13 @@ def ask(server: Server, prompts, temperature: float, trace: Path, label: str, ar
         for prompt in itertools.cycle(prompts):
             server.ask([request_of(prompt, temperature, next(seeds), args.max_tokens)])
             outcomes = read_outcomes(trace)[num_before:]
-            progress.update(sum(outcome["num_proposed"] > 0 for outcome in outcomes) - progress.n)
+            ranked = [outcome for outcome in outcomes if outcome["bonus_rank"] is not None]
+            progress.update(sum(outcome["num_proposed"] > 0 for outcome in ranked) - progress.n)
             if progress.n >= args.rounds:
-                return outcomes
+                print(
+                    f"{label}: {len(outcomes) - len(ranked)} outcomes came before their candidates were known"
+                )
+                return ranked
 
 
 def request_of(prompt: list[int], temperature: float, seed: int, max_tokens: int) -> Request:
@@ -118,8 +123,7 @@ def outcome_of(told: dict[str, Any]) -> Outcome:
 def read_outcomes(trace: Path) -> list[dict[str, Any]]:
     [path] = trace.glob("outcomes-*.jsonl")
     lines = path.read_text().splitlines(keepends=True)
-    outcomes = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [outcome for outcome in outcomes if outcome["bonus_rank"] is not None]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def measure_live(args: argparse.Namespace, prompts) -> list[Live]:
@@ -234,7 +238,7 @@ def plot(args, recorded, replays, exponents: dict[float, float]) -> None:
     figure, axes = new_figure()
     for i, (temperature, outcomes) in enumerate(recorded.items()):
         max_fan_out = max(args.budgets)
-        shares = [share for share in miss_shares(outcomes, max_fan_out)]
+        shares = miss_shares(outcomes, max_fan_out)
         xs = [1 + f for f in range(1, max_fan_out + 1)]
         axes.plot(
             xs,

@@ -157,8 +157,11 @@ class SpeculationEstimator:
     def observe_guess(self, bonus_rank: int | None) -> None:
         """One row that verified no proposal, such as the first token of a prompt. Where the draft had candidates for the
         bonus token, the first of them is what it would have proposed."""
+        if bonus_rank is not None and bonus_rank < 0:
+            self.num_ignored += 1
+            return
         self.observe_passing()
-        if bonus_rank is not None and bonus_rank >= 0:
+        if bonus_rank is not None:
             is_right = bonus_rank == 0
             self._counts["neural"].observe(
                 self._weight, 1, int(is_right), None if is_right else bonus_rank - 1
