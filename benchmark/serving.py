@@ -139,6 +139,13 @@ class Server:
             raise ServerFailed(f"/server_info: {error}\n{self.log_tail()}") from None
         return response.json()
 
+    def flush_cache(self) -> None:
+        """Empty the prefix caches, of the draft as well."""
+        try:
+            requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        except requests.RequestException as error:
+            raise ServerFailed(f"/flush_cache: {error}\n{self.log_tail()}") from None
+
     def ssd_state(self) -> dict[str, Any]:
         """Our part of ``/server_info``. A second later, so that a draft in the middle of a forward has ended it and can
         say its counters."""
