@@ -54,6 +54,11 @@ class SamplingLaw(NamedTuple):
     def counts_tokens(self) -> bool:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether the law of the next token depends on what was emitted so far."""
+        return self.counts_tokens or self.min_new_tokens > 0
+
 
 def penalise_run(
     logits: torch.Tensor, law: SamplingLaw, output_ids: Sequence[int], run: Sequence[int]
@@ -63,7 +68,7 @@ def penalise_run(
     logits: float [W, V], row j is the law after ``output_ids`` and the first j tokens of ``run``; rows beyond
     ``len(run)`` are left alone, nothing of them is ever used.
     """
-    if not law.counts_tokens and not law.min_new_tokens:
+    if not law.reads_output:
         return
     counts = Counter(output_ids) if law.counts_tokens else Counter()
     for j in range(min(len(run), logits.shape[0] - 1) + 1):

@@ -19,8 +19,8 @@ from sglang_ssd_kernel import draw_and_agree
 
 
 class TargetRow(NamedTuple):
-    """One request in a batch. ``output_ids``: its output so far, the pending bonus token included. ``run``: what is
-    proposed after it. ``position``: index of the last token before the first draw, as the noise counts positions."""
+    """One request in a batch. ``output_ids``: its output so far, the pending bonus token included; may be left empty where
+    the law does not read it. ``run``: what is proposed after it. ``position``: index of the last token before the first draw, as the noise counts positions."""
 
     law: SamplingLaw
     output_ids: list[int]
@@ -41,6 +41,8 @@ def adjust_logits(logits: torch.Tensor, rows: list[TargetRow], batch, verify_ids
         add_bias(logits[i], row.law)
     apply_processors(batch, [row.run for row in rows], logits)
     # NaN wins every maximum, and compares to nothing.
+    if float(logits.max()) < torch.inf:
+        return 0
     return int((~(logits.amax(-1) < torch.inf)).sum())
 
 

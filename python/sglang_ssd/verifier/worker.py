@@ -136,12 +136,7 @@ class SSDWorker(SpecWorkerBase):
     ) -> Decision:
         """Which proposed tokens stand, and what follows them."""
         rows = [
-            TargetRow(
-                self._law(request),
-                session.tokens[len(request.origin_input_ids) :] if session else list(request.output_ids),
-                proposal.token_ids,
-                length,
-            )
+            TargetRow(self._law(request), self._output_of(request, session), proposal.token_ids, length)
             for request, session, proposal, length in zip(
                 batch.reqs, sessions, proposals, batch.seq_lens.tolist(), strict=True
             )
@@ -231,6 +226,13 @@ class SSDWorker(SpecWorkerBase):
     def _law(self, request) -> SamplingLaw:
         session = self._sessions.get(request.rid)
         return sampling_law(request) if session is None else session.law
+
+    @staticmethod
+    def _output_of(request, session: VerifierSession | None) -> list[int]:
+        """Its output, where its law reads that: a long one is not copied every round for nothing."""
+        if session is None:
+            return list(request.output_ids)
+        return session.tokens[len(request.origin_input_ids) :] if session.law.reads_output else []
 
     def close_departed(self) -> None:
         """Close the sessions of requests that finished, were aborted or retracted. Called after bookkeeping."""
