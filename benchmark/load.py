@@ -1,6 +1,7 @@
 """Load a server with many streams, some of which leave in the middle: nothing may be lost, wrong, held or growing.
 
-Plain decoding and an async server of the test pair get the same requests, --streams of them at a time. Every fifth
+Plain decoding and an async server of the test pair get the same requests, --streams of them at a time, after as many
+others as it takes until the pools and heaps of both have been touched once (--warm-ups). Every fifth
 client closes its connection at a random point, before the first token included. Told is the gap between two events of
 a stream, as a user sees it (an event of SSD brings several tokens), and a token's share of it; and the resident memory
 of the scheduler and the draft over time. The exit code is 1 when an answer is missing, incomplete or another one than
@@ -225,6 +226,7 @@ def held_at_last(server: Server) -> dict[str, int]:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     facts, requests = machine_facts(), load_requests(args.num_requests, args.seed)
+    warm_ups = load_requests(args.warm_ups, args.seed + 1)
     figures: list[Figures] = []
     memory: dict[str, list[MemorySample]] = {}
     gaps_ms: dict[str, np.ndarray] = {}
@@ -239,6 +241,8 @@ def main(argv: list[str] | None = None) -> int:
             if mode == "async":
                 arguments += ["--ssd-draft-max-total-tokens", str(KV_TOKENS)]
             with serving(arguments, options.log_path(args.out, mode), mode) as server:
+                if warm_ups:
+                    asyncio.run(stream_all(server, warm_ups, args.streams, f"{mode}, warm-up"))
                 with Memory(server) as sampled:
                     started = time.perf_counter()
                     streams = asyncio.run(stream_all(server, requests, args.streams, mode))
@@ -299,6 +303,7 @@ def plot(path: Path, memory: dict[str, list[MemorySample]], gaps_ms: dict[str, n
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = options.Parser("load", __doc__)
     parser.add_count("--num-requests", 2000, "requests of each mode")
+    parser.add_count("--warm-ups", 4000, "requests before them, of which only the memory is left", lowest=0)
     parser.add_count("--streams", 200, "of them at a time")
     parser.add_count("--seed", 1, "of requests and of clients that leave", lowest=0)
     parser.add_argument(

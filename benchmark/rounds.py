@@ -83,8 +83,13 @@ def breakdowns(steps: Iterable[Step]) -> list[Breakdown]:
         name: [step for step in verifier if step.name == f"SSDWorker.{name}"]
         for name in ("run_verify", "_decide", "_send_outcomes")
     }
+    sends = iter(parts.pop("_send_outcomes"))
     result = []
-    for before, after, verify, decide, send in zip(collects, collects[1:], *parts.values(), strict=False):
+    for before, after, verify, decide in zip(collects, collects[1:], *parts.values(), strict=False):
+        # The outcomes of prompts are sent as well.
+        send = next((send for send in sends if send.end_s >= decide.end_s), None)
+        if send is None:
+            break
         tickets = [t for t, steps in sent.items() if send.start_s <= steps[0].end_s <= send.end_s]
         answers = [answered.get(t, []) for t in tickets]
         if len(tickets) != 1 or len(answers[0]) != 1 or not {*tickets} <= read.keys() & received.keys():

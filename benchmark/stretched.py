@@ -1,5 +1,5 @@
-"""A server or a draft whose forwards take stated times, and that can tell when it did what: for ``emulated.py`` and
-``rounds.py``.
+"""A server or a draft whose forwards take stated times, and that can tell when it did what: for ``emulated.py``,
+``rounds.py`` and ``attention_share.py``.
 
     python benchmark/stretched.py server|draft [flags of the launcher]
 
@@ -8,7 +8,7 @@ time sleeps for the rest, so that the core is free meanwhile, as it is beside a 
 SGLang starts its processes itself: ``SSD_STRETCHED_VERIFY_MS`` for a target forward over running requests,
 ``SSD_STRETCHED_DEPTH_MS`` for a draft forward with what comes before and after it on the host. With ``SSD_TRACE_DIR`` each
 process writes its steps there, one ``[step, ticket, rows, start, end]`` a line, in seconds of the machine's own clock, and
-the draft its outcomes, in a file of their own.
+the draft its outcomes, in a file of their own; with ``SSD_TRACE_ATTENTION`` the target's attention layers are steps as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 VERIFY_MS, DEPTH_MS = "SSD_STRETCHED_VERIFY_MS", "SSD_STRETCHED_DEPTH_MS"
-TRACE_DIR = "SSD_TRACE_DIR"
+TRACE_DIR, TRACE_ATTENTION = "SSD_TRACE_DIR", "SSD_TRACE_ATTENTION"
 
 
 def add_times(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +144,10 @@ def run_scheduler(server_args, *args, **kwargs) -> None:
         trace = Trace("verifier")
         trace.follow(SSDWorker, "_round", "_collect", "run_verify", "_decide", "_send_outcomes")
         trace.follow_tickets(VerifierChannel, "send", "receive")
+        if TRACE_ATTENTION in os.environ:
+            from sglang_ssd.bridge.cpu_attention import CpuAttentionBackend
+
+            trace.follow(CpuAttentionBackend, "forward_extend")
     plugin.run_scheduler(server_args, *args, **kwargs)
 
 

@@ -15,9 +15,9 @@ from test_cpu_kernels import (
     assert_large_scores_do_not_overflow,
     assert_unseen_keys_leave_no_trace,
     assert_views_may_be_strided,
+    deal,
     plan_of,
     ragged_layouts,
-    slots_from,
 )
 
 from sglang_ssd_kernel.cpu.fork_attention import ForkLayout, make_plan
@@ -62,7 +62,7 @@ def test_layouts(layout, dtype):
     ("heads", "width"), [((1, 1), 64), ((6, 3), 80), ((14, 2), 96), ((8, 1), 128), ((16, 1), 256)]
 )
 def test_shapes(heads, width, dtype):
-    prefixes, rows = [slots_from(5, 70), slots_from(6, 40)], [(1, 40, []), (0, 70, [1, 2]), (0, 66, [3])]
+    prefixes, rows = deal([70, 40], [(1, 40, 0), (0, 70, 2), (0, 66, 1)])
     assert_close_to_float64(DevicePools(3, dtype, heads, (width, width)), plan_of(prefixes, rows))
 
 
@@ -78,7 +78,7 @@ def test_keys_wider_than_values(dtype):
 )
 def test_tile_heights(num_rows, width, height):
     """Rows of one group in tiles of every height, of which some groups need more than one."""
-    plan = plan_of([slots_from(0, 64)], [(0, 64, slots_from(i, i % 3)) for i in range(num_rows)])
+    plan = plan_of(*deal([64], [(0, 64, i % 3) for i in range(num_rows)]))
     assert tile_rows(to_device(plan, "cpu").limits, torch.float16, 2, width) == height
     assert_close_to_float64(DevicePools(num_rows, torch.float16, widths=(width, width)), plan)
 
@@ -193,11 +193,12 @@ def table_layouts(draw):
     num_groups = draw(st.integers(1, 3))
     table = torch.randperm(40 * width, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
     table = table.view(40, width).to(torch.int32)
+    table_rows = iter(draw(st.permutations(range(1, 40))))
     for _ in range(num_groups):
         sizes.append(draw(st.integers(1, 7)))
-        bases.append(draw(st.integers(1, 39)))
+        bases.append(next(table_rows))
         for _ in range(sizes[-1]):
-            own.append(draw(st.integers(1, 39)))
+            own.append(next(table_rows))
             shared.append(draw(st.one_of(st.just(0), st.integers(1, 180))))
             lens.append(max(1, shared[-1] + draw(st.integers(0, 20))))
     return ForkLayout(sizes, bases, own, shared, lens), table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from sglang_ssd_kernel.cpu.library import ISA_VARIABLE
 
 DTYPES = [torch.float32, torch.bfloat16]
 ATTENTION_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the largest element
-NUM_SLOTS = 700
+NUM_SLOTS = 4096
 
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -73,8 +74,14 @@ def plan_of(prefixes, rows):
     )
 
 
-def slots_from(seed, count):
-    return torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+def deal(prefix_lens, rows):
+    """(prefixes, rows) as ``plan_of`` takes them, with slots in no order of which no two are alike. rows: (group,
+    prefix_len, tail_len)."""
+    slots = iter(torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(0)).tolist())
+    prefixes = [list(islice(slots, prefix_len)) for prefix_len in prefix_lens]
+    return prefixes, [
+        (group, prefix_len, list(islice(slots, tail_len))) for group, prefix_len, tail_len in rows
+    ]
 
 
 def assert_close_to_float64(pools, plan):
@@ -94,11 +101,10 @@ def assert_bits_are_those_of_rows_alone(pools, prefixes, rows, count=None):
 
 def assert_unseen_keys_leave_no_trace(pools_of, dtype):
     """NaN in the slots of other rows, of the unread part of the prefix, and nowhere else."""
-    prefix = slots_from(0, 100)
-    rows = [(0, 90, prefix[95:97]), (0, 100, []), (0, 99, [prefix[2]])]
+    [prefix], rows = deal([100], [(0, 90, 2), (0, 100, 0), (0, 99, 1)])
     pools, plan = pools_of(3, dtype), plan_of([prefix], rows)
     expected = pools.attend(plan)[0]
-    unseen = sorted(set(range(NUM_SLOTS)) - {*prefix[:90], *prefix[95:97]})
+    unseen = sorted(set(range(NUM_SLOTS)) - {*prefix[:90], *rows[0][2]})
     pools.k[unseen] = torch.nan
     pools.v[unseen] = torch.nan
     result = pools.attend(plan, may_be_nan=True)
@@ -122,19 +128,15 @@ def assert_large_scores_do_not_overflow(pools, plan):
 
 #: (slots of prefixes, rows) by what is special about them.
 LAYOUTS = {
-    "one row": ([slots_from(0, 100)], [(0, 100, [])]),
-    "one key": ([[5]], [(0, 1, [])]),
-    "no prefix": ([[]], [(0, 0, slots_from(1, n)) for n in (1, 64, 65, 130)]),
-    "forks": ([slots_from(2, 200)], [(0, 200, slots_from(i, 3)) for i in range(9)]),
-    "forks at a block's end": ([slots_from(2, 192)], [(0, 192, slots_from(i, 3)) for i in range(9)]),
-    "verify": ([slots_from(3, 131)], [(0, 126 + i, []) for i in range(6)]),
-    "partial prefixes": (
-        [slots_from(4, 150)],
-        [(0, n, slots_from(n, n % 5)) for n in (1, 150, 63, 64, 65, 149, 128, 127, 12)],
-    ),
-    "several groups": (
-        [slots_from(5, 70), [], slots_from(6, 300), slots_from(7, 1)],
-        [(2, 300, []), (2, 130, [1, 2]), (0, 70, [3]), (0, 70, slots_from(8, 80)), (1, 0, [4]), (3, 1, [])],
+    "one row": deal([100], [(0, 100, 0)]),
+    "one key": deal([1], [(0, 1, 0)]),
+    "no prefix": deal([0], [(0, 0, n) for n in (1, 64, 65, 130)]),
+    "forks": deal([200], [(0, 200, 3)] * 9),
+    "forks at a block's end": deal([192], [(0, 192, 3)] * 9),
+    "verify": deal([131], [(0, 126 + i, 0) for i in range(6)]),
+    "partial prefixes": deal([150], [(0, n, n % 5) for n in (1, 150, 63, 64, 65, 149, 128, 127, 12)]),
+    "several groups": deal(
+        [70, 0, 300, 1], [(2, 300, 0), (2, 130, 2), (0, 70, 1), (0, 70, 80), (1, 0, 1), (3, 1, 0)]
     ),
 }
 
@@ -158,14 +160,14 @@ def test_attention_of_shapes(heads, widths, dtype):
 def ragged_layouts(draw):
     """(prefixes, rows) of up to three groups with arbitrary lengths."""
     lengths = st.one_of(st.integers(0, 200), st.sampled_from([0, 63, 64, 65, 128]))
-    prefixes = [slots_from(draw(st.integers(0, 99)), draw(lengths)) for _ in range(draw(st.integers(1, 3)))]
+    prefix_lens = [draw(lengths) for _ in range(draw(st.integers(1, 3)))]
     rows = []
-    for group, prefix in enumerate(prefixes):
+    for group, longest in enumerate(prefix_lens):
         for _ in range(draw(st.integers(group == 0, 5))):
-            prefix_len = draw(st.one_of(st.just(len(prefix)), st.integers(0, len(prefix))))
+            prefix_len = draw(st.one_of(st.just(longest), st.integers(0, longest)))
             tail_len = draw(st.one_of(st.integers(0, 5), lengths))
-            rows.append((group, prefix_len, slots_from(draw(st.integers(0, 99)), tail_len or not prefix_len)))
-    return prefixes, rows
+            rows.append((group, prefix_len, tail_len or int(not prefix_len)))
+    return deal(prefix_lens, rows)
 
 
 @settings(deadline=None, max_examples=30)
@@ -181,12 +183,12 @@ def test_ragged_attention_and_its_bits(layout, dtype):
 @dtypes
 def test_bits_do_not_depend_on_neighbours(dtype):
     """One row among 0 to 12 rows of its group, which take more or less of the prefix and other tails."""
-    prefix, tail = slots_from(0, 170), slots_from(1, 30)
+    others = [(0, (150, 170, 140, 20)[i % 4], i) for i in range(12)]
+    prefixes, rows = deal([170], [(0, 150, 30), *others])
     pools = Pools(13, dtype, heads=(14, 2))
-    alone = pools.attend(plan_of([prefix], [(0, 150, tail)]), slice(0, 1))
+    alone = pools.attend(plan_of(prefixes, rows[:1]), slice(0, 1))
     for count in range(13):
-        others = [(0, (150, 170, 140, 20)[i % 4], slots_from(i, i)) for i in range(count)]
-        result = pools.attend(plan_of([prefix], [(0, 150, tail), *others]), slice(0, 1 + count))
+        result = pools.attend(plan_of(prefixes, rows[: 1 + count]), slice(0, 1 + count))
         assert torch.equal(result[:1], alone)
 
 
@@ -256,6 +258,9 @@ def make_plan_with(**changes):
         ("tail_slots", [[5, 6], [7, 8]], r"tail_slots \(2, 2\)"),
         ("tail_slots", [[5, 9], [7, 8], [8, 8]], r"tail_slots .*5 to 9"),
         ("tail_slots", [[5, -1], [7, 8], [8, 8]], r"tail_slots .*-1 to 8"),
+        ("tail_slots", [[5, 6], [7, -1], [6, -1]], r"tail_slots overlap: slot 6 .*\(3,\)"),
+        ("tail_slots", [[5, 5], [7, -1], [8, -1]], r"tail_slots overlap: slot 5 .*\(3,\)"),
+        ("tail_slots", [[5, 6], [7, -1], [2, -1]], r"overlap prefix_slots: slot 2 .*\(4,\), \(3,\)"),
         ("tail_lens", [3, 0, 1], r"tail_lens\[0\] is 3"),
         ("tail_lens", [2, 0, 0], r"Row 2 has no key"),
     ],

@@ -22,6 +22,9 @@ SHARED_FLAGS = [
     *("--ssd-fan-out-budget", "12"),
     "--enable-custom-logit-processor",
     "--constrained-json-disable-any-whitespace",
+    # Pools by free memory would depend on what else the machine does.
+    *("--max-total-tokens", "32768"),
+    *("--ssd-draft-max-total-tokens", "32768"),
 ]
 FLAGS = {
     # Long prompts come in chunks, with pages of one token.

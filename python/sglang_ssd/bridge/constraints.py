@@ -45,34 +45,40 @@ def why_processor_unusable(serialized: str | None) -> str | None:
     return None
 
 
-def apply_processors(batch, runs: list[list[int]], logits: torch.Tensor) -> None:
+def has_processors(batch) -> bool:
+    """Whether a request of the batch brings a custom logit processor, which may read its output."""
+    return batch.sampling_info.has_custom_logit_processor
+
+
+def apply_processors(batch, outputs: list[tuple[list[int], list[int]]], logits: torch.Tensor) -> None:
     """Apply custom logit processors in place, row by row as plain decoding would.
 
-    runs: [B], each request's proposal; a processor that reads the request's output sees it up to its own position.
-    logits: float [B, W, V].
+    outputs: [B], each request's output and its proposal; a processor that reads the request's output sees it up to its own
+    position. logits: float [B, W, V].
     """
-    info = batch.sampling_info
-    if not info.has_custom_logit_processor:
+    if not has_processors(batch):
         return
+    info = batch.sampling_info
     for entry in info.custom_logit_processor.values():
         for row in entry.rows:
-            for j in range(min(len(runs[row]), logits.shape[1] - 1) + 1):
-                params = _params_at(info.custom_params[row], runs[row][:j])
+            output_ids, run = outputs[row]
+            for j in range(min(len(run), logits.shape[1] - 1) + 1):
+                params = _params_at(info.custom_params[row], [*output_ids, *run[:j]])
                 logits[row, j] = entry.processor(logits[row, j : j + 1], [params])[0].to(logits.dtype)
 
 
-def _params_at(params: dict[str, Any] | None, run: list[int]) -> dict[str, Any] | None:
-    if not params or "__req__" not in params or not run:
+def _params_at(params: dict[str, Any] | None, output_ids: list[int]) -> dict[str, Any] | None:
+    if not params or "__req__" not in params or len(params["__req__"].output_ids) == len(output_ids):
         return params
-    return {**params, "__req__": _RequestAt(params["__req__"], run)}
+    return {**params, "__req__": _RequestAt(params["__req__"], output_ids)}
 
 
 class _RequestAt:
-    """A request as it will be after some more tokens: everything else is read from the request itself."""
+    """A request as it will be with this output: everything else is read from the request itself."""
 
-    def __init__(self, request, run: list[int]) -> None:
+    def __init__(self, request, output_ids: list[int]) -> None:
         self._request = request
-        self.output_ids = [*request.output_ids, *run]
+        self.output_ids = output_ids
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)

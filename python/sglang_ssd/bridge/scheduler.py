@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 
 class SchedulerBase(Scheduler):
-    """Calls ``refusal``, ``after_batch``, ``when_idle``, ``when_aborted``, ``state`` and ``request_info`` of its
-    subclass."""
+    """Calls ``refusal``, ``before_result``, ``after_batch``, ``when_idle``, ``when_aborted``, ``state`` and
+    ``request_info`` of its subclass."""
 
     def refusal(self, sampling_params, request) -> str | None:
         """One line that names what cannot be served, None when all of it can."""
         return None
+
+    def before_result(self, result) -> None:
+        """Runs before the bookkeeping of a batch: in the overlapped loop, the next one may be under way."""
 
     def after_batch(self) -> None:
         """Runs after the bookkeeping of every batch."""
@@ -88,6 +91,7 @@ class SchedulerBase(Scheduler):
         self.when_aborted(req)
 
     def process_batch_result(self, batch, result) -> None:
+        self.before_result(result)
         super().process_batch_result(batch, result)
         self.after_batch()
 

@@ -28,6 +28,8 @@ FAN_OUTS = ("measured", "geometric", "uniform")
 FALLBACKS = ("neural", "ngram", "auto")
 SAMPLINGS = ("shared-noise", "residual")
 BIT_EQUALITIES = ("auto", "on", "off")
+#: Set to 1 in tests: the overlapped loop of a GPU, on a CPU.
+OVERLAP_SWITCH = "SGLANG_SSD_CPU_OVERLAP"
 #: The draft's attention by sglang_ssd.bridge.fork_attention_backend.
 TRITON_FORK = "triton-fork"
 #: Lookahead K and fan-out budget B where the user names none. On a CPU a draft forward takes .4 of a verify, so two
@@ -227,8 +229,9 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         # An idle scheduler that polls would burn a core that somebody else computes on.
         args.sleep_on_idle = True
         # As SGLang does for its own algorithms: without a second device the overlapped loop only adds a late round, and
-        # plain decoding then counts penalties one token late.
-        args.disable_overlap_schedule = True
+        # plain decoding then counts penalties one token late. Tests run it here all the same.
+        is_wanted = os.environ.get(OVERLAP_SWITCH) == "1" and args.ssd_mode != "off"
+        args.disable_overlap_schedule = not is_wanted
     elif args.ssd_bit_equal == "on":
         raise ValueError(f"--ssd-bit-equal on: holds on a CPU only, not with --device {args.device}")
     args.ssd_adapts_lookahead = args.ssd_adapts_budget = False

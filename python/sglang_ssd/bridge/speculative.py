@@ -67,8 +67,25 @@ class Verified(NamedTuple):
     result: GenerationBatchResult
 
 
+def emitted_tokens(result: GenerationBatchResult) -> list[list[int]]:
+    """The tokens that each row emits, on the host. Waits for the device; in the overlapped loop for the copy that SGLang
+    began when the worker returned (seam: ``GenerationBatchResult.copy_to_cpu``)."""
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    token_ids = result.next_token_ids.tolist()
+    if result.accept_lens is None:
+        return [[token] for token in token_ids]
+    width = result.speculative_num_draft_tokens
+    return [token_ids[i * width : i * width + n] for i, n in enumerate(result.accept_lens.tolist())]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host that is there once ``emitted_tokens`` of the same forward has answered."""
+    return tensor.to("cpu", non_blocking=True)
+
+
 class SpecWorkerBase(BaseSpecWorker):
-    """What a worker needs from SGLang, in four verbs: prefill, verify, and the two results."""
+    """What a worker needs from SGLang, in four verbs: prefill, verify, and what completes the result of each."""
 
     def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker) -> None:
         super().__init__()
@@ -94,6 +111,13 @@ class SpecWorkerBase(BaseSpecWorker):
         """Whether a verify may have fewer than K+1 tokens a row. CUDA graphs are captured for one width."""
         return self.device == "cpu"
 
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether SGLang runs a batch before it looks at the result of the one before."""
+        from sglang.srt.runtime_context import get_schedule
+
+        return not get_schedule().disable_overlap_schedule
+
     def run_plain(self, batch, pp_proxy_tensors=None) -> GenerationBatchResult:
         """The target's own forward with SGLang's own ending: for batches that draw no token."""
         return self.target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
@@ -104,7 +128,7 @@ class SpecWorkerBase(BaseSpecWorker):
         logits = result.logits_output.next_token_logits
         return Verified(logits.unsqueeze(1), batch.input_ids[:0], result)
 
-    def prefill_result(self, batch, result: GenerationBatchResult, on_publish) -> GenerationBatchResult:
+    def complete_prefill(self, batch, result: GenerationBatchResult, on_publish) -> GenerationBatchResult:
         if batch.return_logprob and not batch.is_prefill_only and not batch.forward_mode.is_idle():
             compute_spec_logprobs(batch, result.logits_output, result.next_token_ids, chain_stride=1)
             # A prompt's result holds one token a request, not a run of them.
@@ -149,27 +173,30 @@ class SpecWorkerBase(BaseSpecWorker):
         )
 
     def verify_result(
-        self, batch, verified: Verified, token_ids: torch.Tensor, num_accepted: torch.Tensor, on_publish
+        self, verified: Verified, token_ids: torch.Tensor, num_accepted: torch.Tensor
     ) -> GenerationBatchResult:
-        """What the scheduler gets. token_ids: int64 [B, W], of which ``num_accepted + 1`` count; num_accepted: [B]."""
-        width = token_ids.shape[1]
-        accept_lens = (num_accepted + 1).to(torch.int32)
-        new_seq_lens = batch.seq_lens + accept_lens
-        logits_output = verified.result.logits_output
+        """What a verify emits. token_ids: int64 [B, W], of which ``num_accepted + 1`` count; num_accepted: [B]."""
+        return GenerationBatchResult(
+            logits_output=verified.result.logits_output,
+            next_token_ids=token_ids.reshape(-1),
+            accept_lens=(num_accepted + 1).to(torch.int32),
+            can_run_cuda_graph=verified.result.can_run_cuda_graph,
+            speculative_num_draft_tokens=token_ids.shape[1],
+        )
+
+    def complete_verify(self, batch, result: GenerationBatchResult, on_publish) -> GenerationBatchResult:
+        """Add what the scheduler needs for the next round to a ``verify_result``."""
+        width = result.speculative_num_draft_tokens
+        new_seq_lens = batch.seq_lens + result.accept_lens
         if batch.return_logprob:
-            compute_spec_logprobs(batch, logits_output, token_ids.view(-1), chain_stride=width)
+            compute_spec_logprobs(batch, result.logits_output, result.next_token_ids, chain_stride=width)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        bonus = token_ids.gather(1, num_accepted.view(-1, 1)).view(-1)
-        return GenerationBatchResult(
-            logits_output=logits_output,
-            next_token_ids=token_ids.reshape(-1),
-            accept_lens=accept_lens,
-            can_run_cuda_graph=verified.result.can_run_cuda_graph,
-            next_draft_input=self._next_input(bonus, new_seq_lens),
-            speculative_num_draft_tokens=width,
-            new_seq_lens=new_seq_lens,
-        )
+        last_emitted = (result.accept_lens - 1).to(torch.int64).view(-1, 1)
+        bonus = result.next_token_ids.view(-1, width).gather(1, last_emitted).view(-1)
+        result.next_draft_input = self._next_input(bonus, new_seq_lens)
+        result.new_seq_lens = new_seq_lens
+        return result
 
     def _next_input(self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor) -> DFlashDraftInputV2:
         # The fields of SGLang's in-process drafts stay empty: ours is asked over the wire.

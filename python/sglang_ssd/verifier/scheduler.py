@@ -90,6 +90,10 @@ class SSDScheduler(SchedulerBase):
                 return f"{option}: not served with --ssd-mode {self.options.mode}; --ssd-mode off serves it"
         return None
 
+    def before_result(self, result) -> None:
+        if self.stats is not None:
+            self.draft_worker.settle(result)
+
     def after_batch(self) -> None:
         if self.stats is not None:
             self.draft_worker.close_departed()

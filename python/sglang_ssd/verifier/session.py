@@ -53,6 +53,14 @@ class VerifierSession:
     new_records: list[RoundRecord] = field(default_factory=list)
     _ngrams: LazyNGramIndex = field(default_factory=LazyNGramIndex)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the request still runs as this session. SGLang drops what a forward emits for a request that ended, or
+        was retracted, while the forward was under way."""
+        request = self.request
+        is_gone = self.is_closed or request.finished() or request.is_retracted
+        return not is_gone and request.retraction_count == self.key.generation
+
     def propose_ngram(self, num_tokens: int) -> ProposedRow:
         """What followed the latest tokens when they last occurred in this request: for a request without a draft."""
         token_ids = self._ngrams.propose(self.tokens, num_tokens)

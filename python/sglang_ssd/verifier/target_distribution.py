@@ -20,7 +20,7 @@ from sglang_ssd_kernel import draw_and_agree
 
 class TargetRow(NamedTuple):
     """One request in a batch. ``output_ids``: its output so far, the pending bonus token included; may be left empty where
-    the law does not read it. ``run``: what is proposed after it. ``position``: index of the last token before the first draw, as the noise counts positions."""
+    nobody reads it. ``run``: what is proposed after it. ``position``: index of the last token before the first draw, as the noise counts positions."""
 
     law: SamplingLaw
     output_ids: list[int]
@@ -28,31 +28,36 @@ class TargetRow(NamedTuple):
     position: int
 
 
-def adjust_logits(logits: torch.Tensor, rows: list[TargetRow], batch, verify_ids: torch.Tensor) -> int:
+def adjust_logits(
+    logits: torch.Tensor, rows: list[TargetRow], batch, verify_ids: torch.Tensor
+) -> torch.Tensor:
     """Turn raw logits into those of the law that plain decoding would have at each position, in place.
 
-    logits: float [B, W, V]. verify_ids: int64 [B, W], the pending token and the proposal. Returns the number of positions
-    that hold NaN or +inf: NaN is never drawn, so they stay harmless, but something is wrong with the model.
+    logits: float [B, W, V]. verify_ids: int64 [B, W], the pending token and the proposal. Returns the largest logit of each
+    position, [B, W], for ``count_non_finite``.
     """
     for i, row in enumerate(rows):
         penalise_run(logits[i], row.law, row.output_ids, row.run)
     mask_grammars(batch, verify_ids, logits)
     for i, row in enumerate(rows):
         add_bias(logits[i], row.law)
-    apply_processors(batch, [row.run for row in rows], logits)
-    # NaN wins every maximum, and compares to nothing.
-    if float(logits.max()) < torch.inf:
-        return 0
-    return int((~(logits.amax(-1) < torch.inf)).sum())
+    apply_processors(batch, [(row.output_ids, row.run) for row in rows], logits)
+    return logits.amax(-1)
+
+
+def count_non_finite(largest: torch.Tensor) -> int:
+    """Positions whose logits hold NaN or +inf, of which these are the largest: NaN wins every maximum, and compares to
+    nothing. NaN is never drawn, so they stay harmless, but something is wrong with the model."""
+    return int((~(largest < torch.inf)).sum())
 
 
 class Decision(NamedTuple):
     """What a verification decided. token_ids: int64 [B, K+1], of which the first ``num_accepted + 1`` are emitted;
-    num_accepted: int64 [B]; num_malformed: proposed tokens whose law could not be used."""
+    num_accepted: int64 [B]; num_malformed: int64 [], proposed tokens whose law could not be used."""
 
     token_ids: torch.Tensor
     num_accepted: torch.Tensor
-    num_malformed: int = 0
+    num_malformed: torch.Tensor
 
 
 def decide_by_shared_noise(
@@ -73,7 +78,7 @@ def decide_by_shared_noise(
         draft_tokens,
         lengths,
     )
-    return Decision(drawn.token_ids, drawn.num_accepted)
+    return Decision(drawn.token_ids, drawn.num_accepted, lengths.new_zeros(()))
 
 
 def draw_first_by_shared_noise(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
@@ -121,7 +126,7 @@ def decide_by_residual(
     token_ids[chosen, :lookahead] = draft_tokens[chosen]
     token_ids[chosen, verdict.num_accepted] = verdict.bonus_tokens
     num_accepted[chosen] = verdict.num_accepted
-    return Decision(token_ids, num_accepted, int(verdict.num_malformed.sum()))
+    return Decision(token_ids, num_accepted, verdict.num_malformed.sum())
 
 
 def draw_first_by_residual(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:

@@ -1,21 +1,24 @@
-"""The verifier's round, top to bottom: collect proposals, verify, accept, send the outcome.
+"""The verifier's round, top to bottom: settle the one before, collect proposals, verify, decide.
 
-SGLang calls ``forward_batch_generation`` once a scheduler turn. The outcome leaves as soon as it is known, before the
-scheduler's bookkeeping; proposals are collected at the next round's start, so the two overlap.
+SGLang calls ``forward_batch_generation`` once a scheduler turn. A forward is settled when the host learns what it emitted:
+its tokens are committed and its outcome leaves for the draft. In the plain loop that is at once, before the scheduler's
+bookkeeping. In the overlapped loop it is when the worker is called next: the bookkeeping of round T-1 and the scheduling of
+round T+1 run while the device verifies round T, and nothing but the settling waits for the device.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_ssd.algorithm.online_choice import OnlineChoice
 from sglang_ssd.algorithm.target_law import SamplingLaw
+from sglang_ssd.bridge.constraints import has_processors
 from sglang_ssd.bridge.parallel import broadcast_from_first_rank
 from sglang_ssd.bridge.requests import sampling_law
-from sglang_ssd.bridge.speculative import SpecWorkerBase, Verified
+from sglang_ssd.bridge.speculative import SpecWorkerBase, Verified, emitted_tokens, to_host
 from sglang_ssd.verifier.draft_client import RowOutcome
 from sglang_ssd.verifier.drafts import Drafts
 from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, RoundRecord, VerifierSession
@@ -24,12 +27,33 @@ from sglang_ssd.verifier.target_distribution import (
     Decision,
     TargetRow,
     adjust_logits,
+    count_non_finite,
     decide_by_residual,
     decide_by_shared_noise,
     draw_first_by_residual,
     draw_first_by_shared_noise,
 )
 from sglang_ssd.wire.messages import CloseReason, RowKey, Sampling
+
+
+class InFlight(NamedTuple):
+    """A forward of the target that is not settled yet.
+
+    sessions:  [B], None where nothing is to be committed (no session, a chunk of a prompt that is not its last).
+    proposals: [B], what was verified; None for prompts.
+    largest, num_malformed: on the host once the result is, as ``adjust_logits`` and ``Decision`` tell of them.
+    wait_ms:   what the round waited for its proposals.
+    is_plain:  it verified nothing.
+    """
+
+    result: Any
+    sessions: list[VerifierSession | None]
+    proposals: list[ProposedRow] | None
+    largest: torch.Tensor
+    num_malformed: torch.Tensor | None
+    launched_s: float
+    wait_ms: float = 0.0
+    is_plain: bool = False
 
 
 class SSDWorker(SpecWorkerBase):
@@ -40,6 +64,7 @@ class SSDWorker(SpecWorkerBase):
         self.drafts: Drafts | None = None
         self.stats: VerifierStats | None = None
         self._sessions: dict[str, VerifierSession] = {}
+        self._in_flight: InFlight | None = None
         self._num_requests = 0
         self._draft_temperature: float | None = None
         self._sampling: Sampling = "shared-noise"
@@ -59,6 +84,7 @@ class SSDWorker(SpecWorkerBase):
         self._sampling, self._saguaro_c = sampling, saguaro_c
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
+        self.settle()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             return self._prefill(batch, on_publish, pp_proxy_tensors)
         return self._round(batch, on_publish)
@@ -66,48 +92,57 @@ class SSDWorker(SpecWorkerBase):
     def _prefill(self, batch, on_publish, pp_proxy_tensors):
         # The draft reads the prompt while the target does.
         self._open_new(batch.reqs or [])
-        started = time.perf_counter()
         if batch.forward_mode.is_idle() or batch.is_prefill_only:
-            result = self.run_plain(batch, pp_proxy_tensors)
-        else:
-            prefilled = self.run_prefill(batch)
-            result = prefilled.result
-            result.next_token_ids = self._draw_first(batch, prefilled)
-            self._send_first_tokens(batch, result.next_token_ids)
-            self._observe_forward((time.perf_counter() - started) * 1e3)
-        return self.prefill_result(batch, result, on_publish)
-
-    def _draw_first(self, batch, prefilled: Verified) -> torch.Tensor:
-        """The first tokens, int64 [B]: a prompt is a run of length 0."""
+            return self.complete_prefill(batch, self.run_plain(batch, pp_proxy_tensors), on_publish)
+        launched_s = time.perf_counter()
         rows = [
             TargetRow(self._law(request), list(request.output_ids), [], length - 1)
             for request, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True)
         ]
+        sessions = [
+            None if request is batch.chunked_req else self._sessions.get(request.rid)
+            for request in batch.reqs
+        ]
+        prefilled = self.run_prefill(batch)
+        result = prefilled.result
+        result.next_token_ids, largest = self._draw_first(batch, prefilled.logits, rows)
+        self._launched(InFlight(result, sessions, None, to_host(largest), None, launched_s))
+        return self.complete_prefill(batch, result, on_publish)
+
+    def _draw_first(
+        self, batch, logits: torch.Tensor, rows: list[TargetRow]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first tokens, int64 [B], and the largest logits: a prompt is a run of length 0."""
         no_proposal = torch.zeros(len(rows), 1, dtype=torch.int64, device=self.device)
-        self._count_unusable(non_finite_logits=adjust_logits(prefilled.logits, rows, batch, no_proposal))
+        largest = adjust_logits(logits, rows, batch, no_proposal)
         if self._sampling == "residual":
-            return draw_first_by_residual(prefilled.logits, rows)
-        return draw_first_by_shared_noise(prefilled.logits, rows)
+            return draw_first_by_residual(logits, rows), largest
+        return draw_first_by_shared_noise(logits, rows), largest
 
     def _round(self, batch, on_publish):
         sessions = [self._sessions.get(request.rid) for request in batch.reqs]
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         proposals = self._collect(sessions)
-        collected = time.perf_counter()
+        launched_s = time.perf_counter()
         is_plain = self.can_narrow and not any(proposal.token_ids for proposal in proposals)
         draft_tokens, lengths = pad(proposals, 0 if is_plain else self.lookahead, self.device)
+        rows = self._rows(batch, sessions, proposals)
         verified = self.run_verify(batch, draft_tokens)
-        decision = self._decide(batch, verified, sessions, proposals, draft_tokens, lengths)
-        decided = time.perf_counter()
-        records = [
-            RoundRecord(proposal.source, len(proposal.token_ids), accepted + 1)
-            for proposal, accepted in zip(proposals, decision.num_accepted.tolist(), strict=True)
-        ]
-        # The draft learns what a verify takes, not what a plain step does.
-        verify_ms = 0.0 if is_plain else (decided - collected) * 1e3
-        self._send_outcomes(sessions, records, decision, verify_ms)
-        self._count(sessions, records, (collected - started) * 1e3, (decided - collected) * 1e3)
-        return self.verify_result(batch, verified, decision.token_ids, decision.num_accepted, on_publish)
+        decision, largest = self._decide(batch, verified, rows, proposals, draft_tokens, lengths)
+        result = self.verify_result(verified, decision.token_ids, decision.num_accepted)
+        self._launched(
+            InFlight(
+                result,
+                sessions,
+                proposals,
+                to_host(largest),
+                to_host(decision.num_malformed),
+                launched_s,
+                (launched_s - started_s) * 1e3,
+                is_plain,
+            )
+        )
+        return self.complete_verify(batch, result, on_publish)
 
     def _collect(self, sessions: list[VerifierSession | None]) -> list[ProposedRow]:
         """One proposal a row, the same on all ranks."""
@@ -125,62 +160,95 @@ class SSDWorker(SpecWorkerBase):
             ]
         return broadcast_from_first_rank(proposals)
 
+    def _rows(self, batch, sessions, proposals) -> list[TargetRow]:
+        """What decides each row, known on the host before the forward: committed tokens end with the pending bonus token,
+        whose index is where the noise of the first draw belongs."""
+        reads_all = has_processors(batch)
+        rows = []
+        for request, session, proposal in zip(batch.reqs, sessions, proposals, strict=True):
+            law = self._law(request)
+            tokens = session.tokens if session else [*request.origin_input_ids, *request.output_ids]
+            # A long output is not copied every round for nothing.
+            output = tokens[len(request.origin_input_ids) :] if reads_all or law.reads_output else []
+            rows.append(TargetRow(law, output, proposal.token_ids, len(tokens) - 1))
+        return rows
+
     def _decide(
         self,
         batch,
         verified: Verified,
-        sessions,
-        proposals,
+        rows: list[TargetRow],
+        proposals: list[ProposedRow],
         draft_tokens: torch.Tensor,
         lengths: torch.Tensor,
-    ) -> Decision:
-        """Which proposed tokens stand, and what follows them."""
-        rows = [
-            TargetRow(self._law(request), self._output_of(request, session), proposal.token_ids, length)
-            for request, session, proposal, length in zip(
-                batch.reqs, sessions, proposals, batch.seq_lens.tolist(), strict=True
-            )
-        ]
+    ) -> tuple[Decision, torch.Tensor]:
+        """Which proposed tokens stand and what follows them, and the largest logits."""
         verify_ids = torch.cat([verified.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
-        self._count_unusable(non_finite_logits=adjust_logits(verified.logits, rows, batch, verify_ids))
+        largest = adjust_logits(verified.logits, rows, batch, verify_ids)
         if self._sampling == "residual":
-            decision = decide_by_residual(verified.logits, rows, proposals, draft_tokens, lengths)
-            self._count_unusable(malformed_laws=decision.num_malformed)
-            return decision
-        return decide_by_shared_noise(verified.logits, rows, draft_tokens, lengths)
+            return decide_by_residual(verified.logits, rows, proposals, draft_tokens, lengths), largest
+        return decide_by_shared_noise(verified.logits, rows, draft_tokens, lengths), largest
 
-    def _send_outcomes(
-        self, sessions, records: list[RoundRecord], decision: Decision, verify_ms: float
-    ) -> None:
-        outcomes = []
-        for session, record, tokens in zip(sessions, records, decision.token_ids.tolist(), strict=True):
-            if session is None:
-                continue
-            session.tokens.extend(tokens[: record.accept_length])
-            session.num_rounds += 1
-            session.new_records.append(record)
-            outcomes.append(RowOutcome(session, record.accept_length - 1, session.tokens[-1]))
+    # -- settling ------------------------------------------------------------------------------------------------
+
+    def _launched(self, forward: InFlight) -> None:
+        self._in_flight = forward
+        if not self.is_overlapped:
+            self.settle()
+
+    def settle(self, result=None) -> None:
+        """Take in what the forward under way emitted, if there is one; where ``result`` is given, only if it is that
+        forward's. Waits for the device."""
+        forward = self._in_flight
+        if forward is None or (result is not None and forward.result is not result):
+            return
+        self._in_flight = None
+        emitted = emitted_tokens(forward.result)
+        forward_ms = (time.perf_counter() - forward.launched_s) * 1e3
+        committed = [
+            (session, tokens)
+            for session, tokens in zip(forward.sessions, emitted, strict=True)
+            if session is not None and session.is_current
+        ]
+        for session, tokens in committed:
+            session.tokens.extend(tokens)
+        # The draft learns what a verify takes, not what a plain step or a prompt does.
+        verifies = forward.proposals is not None and not forward.is_plain
+        self._send_outcomes(committed, forward_ms if verifies else 0.0)
+        self._count(forward, emitted, forward_ms)
+
+    def _send_outcomes(self, committed: list[tuple[VerifierSession, list[int]]], verify_ms: float) -> None:
+        """The first token of a prompt is an outcome too: nothing was proposed, and the bonus token is known."""
+        outcomes = [RowOutcome(session, len(tokens) - 1, tokens[-1]) for session, tokens in committed]
         if self.drafts is not None:
             self.drafts.send_outcomes(outcomes, self._saguaro_c.current, verify_ms)
 
-    def _count(self, sessions, records: list[RoundRecord], wait_ms: float, verify_ms: float) -> None:
-        if self.stats is None:
-            return
-        first = [s is not None and s.num_rounds == 1 for s in sessions]
-        first_hits = sum(
-            is_first and record.source == "hit" for is_first, record in zip(first, records, strict=True)
-        )
-        self._saguaro_c.observe(sum(record.accept_length for record in records), wait_ms + verify_ms)
-        self._observe_forward(verify_ms)
-        self.stats.add_round(records, sum(first), first_hits, wait_ms, verify_ms)
-
-    def _observe_forward(self, forward_ms: float) -> None:
+    def _count(self, forward: InFlight, emitted: list[list[int]], forward_ms: float) -> None:
         if self.drafts is not None:
             self.drafts.limit.observe_forward(forward_ms)
-
-    def _count_unusable(self, **numbers: int) -> None:
-        if self.stats is not None:
-            self.stats.count_unusable(**numbers)
+        if self.stats is None:
+            return
+        num_malformed = 0 if forward.num_malformed is None else int(forward.num_malformed)
+        self.stats.count_unusable(
+            malformed_laws=num_malformed, non_finite_logits=count_non_finite(forward.largest)
+        )
+        if forward.proposals is None:
+            return
+        records, num_first, num_first_hits = [], 0, 0
+        for session, proposal, tokens in zip(forward.sessions, forward.proposals, emitted, strict=True):
+            if session is None or not session.is_current:
+                continue
+            record = RoundRecord(proposal.source, len(proposal.token_ids), len(tokens))
+            session.num_rounds += 1
+            session.new_records.append(record)
+            records.append(record)
+            num_first += session.num_rounds == 1
+            num_first_hits += session.num_rounds == 1 and record.source == "hit"
+        if not records:
+            return  # The overlapped loop verified once more for requests that had ended.
+        num_emitted = sum(record.accept_length for record in records)
+        self._saguaro_c.observe(num_emitted, forward.wait_ms + forward_ms)
+        self.stats.add_round(records, num_first, num_first_hits, forward.wait_ms, forward_ms)
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
@@ -211,28 +279,9 @@ class SSDWorker(SpecWorkerBase):
             if self.drafts is not None:
                 self.drafts.open(session)
 
-    def _send_first_tokens(self, batch, next_token_ids: torch.Tensor) -> None:
-        """The first token of a prompt is an outcome too: nothing was proposed, and the bonus token is known."""
-        outcomes = []
-        for request, token in zip(batch.reqs, next_token_ids.tolist(), strict=True):
-            session = self._sessions.get(request.rid)
-            if session is None or session.is_closed or request is batch.chunked_req:
-                continue
-            session.tokens.append(token)
-            outcomes.append(RowOutcome(session, 0, token))
-        if self.drafts is not None:
-            self.drafts.send_outcomes(outcomes)
-
     def _law(self, request) -> SamplingLaw:
         session = self._sessions.get(request.rid)
         return sampling_law(request) if session is None else session.law
-
-    @staticmethod
-    def _output_of(request, session: VerifierSession | None) -> list[int]:
-        """Its output, where its law reads that: a long one is not copied every round for nothing."""
-        if session is None:
-            return list(request.output_ids)
-        return session.tokens[len(request.origin_input_ids) :] if session.law.reads_output else []
 
     def close_departed(self) -> None:
         """Close the sessions of requests that finished, were aborted or retracted. Called after bookkeeping."""
@@ -266,7 +315,7 @@ class SSDWorker(SpecWorkerBase):
 
     def held_at_rest(self) -> list[str]:
         """What is held for requests, in words; [] when all is free, as it must be when there are none."""
-        held = {"sessions": len(self._sessions)}
+        held = {"sessions": len(self._sessions), "forwards under way": int(self._in_flight is not None)}
         if self.drafts is not None:
             held |= {
                 "sessions told to a draft": self.drafts.num_sessions(),

@@ -93,7 +93,7 @@ def make_plan(
     starts, groups, lens = prefix_starts.tolist(), row_groups.tolist(), prefix_lens.tolist()
     _check_prefixes(prefix_slots, starts, num_slots)
     _check_rows(starts, groups, lens)
-    _check_tails(lens, tail_slots, tail_lens, num_slots)
+    _check_tails(lens, prefix_slots, tail_slots, tail_lens, num_slots)
     tensors = (prefix_slots, prefix_starts, row_groups, prefix_lens, tail_slots, tail_lens)
     tensors = (tensor.to(torch.int32).contiguous() for tensor in tensors)
     return ForkPlan(*tensors, *_order_rows(groups, lens, len(starts) - 1), num_slots)
@@ -257,7 +257,11 @@ def _check_rows(starts: list[int], groups: list[int], prefix_lens: list[int]) ->
 
 
 def _check_tails(
-    prefix_lens: list[int], tail_slots: torch.Tensor, tail_lens: torch.Tensor, num_slots: int
+    prefix_lens: list[int],
+    prefix_slots: torch.Tensor,
+    tail_slots: torch.Tensor,
+    tail_lens: torch.Tensor,
+    num_slots: int,
 ) -> None:
     num_rows, depth = len(prefix_lens), tail_slots.shape[1]
     if tail_slots.shape[0] != num_rows or tail_lens.numel() != num_rows:
@@ -270,7 +274,26 @@ def _check_tails(
             raise ValueError(f"Row {row} has no key: prefix_lens and tail_lens are 0")
     # What stands after the end of a tail does not count and may be anything.
     in_tail = torch.arange(depth) < tail_lens.unsqueeze(1)
-    _check_slots("tail_slots", tail_slots[in_tail], num_slots)
+    in_tails = tail_slots[in_tail]
+    _check_slots("tail_slots", in_tails, num_slots)
+    _check_tails_are_private(prefix_slots, in_tails, num_slots)
+
+
+def _check_tails_are_private(prefix_slots: torch.Tensor, in_tails: torch.Tensor, num_slots: int) -> None:
+    """A slot of a tail is in no other tail, nor in a prefix: whoever writes it would change what another row sees. (Prefixes
+    of two groups may share slots, as requests with a common beginning do.)"""
+    if in_tails.numel() == 0:
+        return
+    is_in_tail = torch.zeros(num_slots, dtype=torch.bool)
+    is_in_tail[in_tails] = True
+    slots, counts = in_tails.unique(return_counts=True)
+    if slots.numel() != in_tails.numel():
+        shape = tuple(in_tails.shape)
+        raise ValueError(f"tail_slots overlap: slot {int(slots[counts.argmax()])} counts twice in {shape}")
+    overlap = is_in_tail[prefix_slots]
+    if overlap.any():
+        slot, shapes = int(prefix_slots[overlap][0]), (tuple(prefix_slots.shape), tuple(in_tails.shape))
+        raise ValueError(f"tail_slots overlap prefix_slots: slot {slot} is in both, shapes {shapes}")
 
 
 def _order_rows(
