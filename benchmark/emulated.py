@@ -15,6 +15,7 @@ A plot of tokens a second over requests at a time goes beside the JSON.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from serving import Server, serving
 from tqdm import tqdm
 
 from sglang_ssd.algorithm.theory import ssd_tokens_per_ms
+from sglang_ssd.bridge.environment import OVERLAP_SWITCH
 from sglang_ssd.test_pair import DraftKind
 from sglang_ssd.wire.messages import FallbackName
 
@@ -151,6 +153,8 @@ def measure(server: Server, num_at_once: int, args: argparse.Namespace, label: s
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     verify_ms, depth_ms = stretched.state_times(args)
+    if args.overlap:
+        os.environ[OVERLAP_SWITCH] = "1"
     facts, rows, plain_tokens_per_s = machine_facts(), [], None
     with options.temporary_test_pair(args.draft) as pair:
         for configuration in configurations(args):
@@ -226,6 +230,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--sync-lookaheads", type=int, nargs="*", default=[1, 2, 3, 4, 5], help="K of sync (default: 1 to 5)")
     add(
         "--fallbacks", choices=get_args(FallbackName), nargs="+", default=["neural"], help="(default: neural)"
+    )
+    add(
+        "--overlap",
+        action="store_true",
+        help="SSD and sync in the loop that a GPU runs: bookkeeping beside the verify (plain decoding stays in the other)",
     )
     add("--auto", action="store_true", help="also SSD with K and B auto")
     add("--draft", choices=get_args(DraftKind), default="normal", help="(default: %(default)s)")

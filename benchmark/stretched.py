@@ -6,7 +6,8 @@
 A server starts its draft with this file too. The real scheduler, wire and draft loop run; a forward that ends before its
 time sleeps for the rest, so that the core is free meanwhile, as it is beside a GPU. Times come from the environment, since
 SGLang starts its processes itself: ``SSD_STRETCHED_VERIFY_MS`` for a target forward over running requests,
-``SSD_STRETCHED_DEPTH_MS`` for a draft forward with what comes before and after it on the host. With ``SSD_TRACE_DIR`` each
+``SSD_STRETCHED_DEPTH_MS`` for a draft forward with what comes before and after it on the host. In the overlapped loop a
+target forward returns at once, as a launch does, and who reads its tokens sleeps. With ``SSD_TRACE_DIR`` each
 process writes its steps there, one ``[step, ticket, rows, start, end]`` a line, in seconds of the machine's own clock, and
 the draft its outcomes, in a file of their own; with ``SSD_TRACE_ATTENTION`` the target's attention layers are steps as well.
 """
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 VERIFY_MS, DEPTH_MS = "SSD_STRETCHED_VERIFY_MS", "SSD_STRETCHED_DEPTH_MS"
@@ -68,6 +70,27 @@ def stretch(
         return result
 
     setattr(owner, name, stretched)
+
+
+def stretch_until_read(
+    owner: type, name: str, reader: ModuleType, read: str, milliseconds: float, applies: Callable[..., bool]
+) -> None:
+    """Let what the method ``owner.name`` began take ``milliseconds`` until the function ``reader.read`` has read it."""
+    method, function, ends_s = getattr(owner, name), getattr(reader, read), [0.0]
+
+    @functools.wraps(method)
+    def launched(self, *args: Any, **kwargs: Any) -> Any:
+        if applies(*args, **kwargs):
+            ends_s[0] = time.perf_counter() + milliseconds / 1e3
+        return method(self, *args, **kwargs)
+
+    @functools.wraps(function)
+    def waiting(*args: Any) -> Any:
+        time.sleep(max(0.0, ends_s[0] - time.perf_counter()))
+        return function(*args)
+
+    setattr(owner, name, launched)
+    setattr(reader, read, waiting)
 
 
 class Trace:
@@ -136,7 +159,13 @@ def run_scheduler(server_args, *args, **kwargs) -> None:
         mode = (forward_batch or batch).forward_mode
         return mode.is_decode() or mode.is_target_verify()
 
-    stretch(TpModelWorker, "forward_batch_generation", stated_ms(VERIFY_MS), is_running)
+    forward = (TpModelWorker, "forward_batch_generation")
+    if server_args.disable_overlap_schedule:
+        stretch(*forward, stated_ms(VERIFY_MS), is_running)
+    else:
+        from sglang_ssd.verifier import worker
+
+        stretch_until_read(*forward, worker, "emitted_tokens", stated_ms(VERIFY_MS), is_running)
     if TRACE_DIR in os.environ:
         from sglang_ssd.verifier.worker import SSDWorker
         from sglang_ssd.wire.channel import VerifierChannel

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 from random import Random
 
@@ -362,6 +363,20 @@ def test_stretched_methods_sleep_for_the_rest_where_it_applies(monkeypatch) -> N
     assert Model().forward(2) == 2
     (seconds,) = slept
     assert 0.0 < seconds <= 60.0
+
+
+def test_what_was_launched_is_read_when_its_time_is_over(monkeypatch) -> None:
+    class Model:
+        def forward(self, size: int) -> int:
+            return size
+
+    reader, slept = types.SimpleNamespace(read=lambda size: -size), []
+    monkeypatch.setattr(stretched.time, "sleep", slept.append)
+    stretched.stretch_until_read(Model, "forward", reader, "read", 60_000.0, lambda size: size > 1)
+    assert reader.read(Model().forward(1)) == -1 and slept == [0.0]
+    assert Model().forward(2) == 2 and len(slept) == 1, "a launch returns at once"
+    assert reader.read(2) == -2
+    assert 0.0 < slept[1] <= 60.0
 
 
 # -- rounds and fan-out ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from server.running import Server
 
+from sglang_ssd.bridge.environment import OVERLAP_SWITCH
 from sglang_ssd.test_pair import PairPaths, write_pair
 
 PAGE_SIZE = 16
@@ -15,6 +16,8 @@ PAGED_TOTAL_TOKENS = 640
 #: Each server is three processes that hold torch.
 MAX_ALIVE = 3
 ALWAYS_ALIVE = ("async", "off")
+#: These run the loop that a GPU runs: a batch starts before the result of the one before is looked at.
+OVERLAPPED = ("sync", "paged", "parallel")
 
 LOOKAHEAD = 3
 SHARED_FLAGS = [
@@ -62,7 +65,9 @@ class Fleet:
             self.stop(others[0])
         self._num_started += 1
         command = launch_command(self._pair, *SHARED_FLAGS, *FLAGS[name])
-        self._servers[name] = Server(command, self._folder / f"{name}-{self._num_started}")
+        variables = {OVERLAP_SWITCH: "1"} if name in OVERLAPPED else {}
+        folder = self._folder / f"{name}-{self._num_started}"
+        self._servers[name] = Server(command, folder, variables)
 
     def get(self, name: str) -> Server:
         """A server that answers."""

@@ -57,11 +57,12 @@ def request(
 class Server:
     """One server, its process and the directory that holds its log and its temporary files."""
 
-    def __init__(self, command: list[str], folder: Path) -> None:
+    def __init__(self, command: list[str], folder: Path, variables: dict[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = folder
-        self.process = start([*command, "--host", "127.0.0.1", "--port", str(self.port)], folder)
+        prefix = ["env", *(f"{name}={value}" for name, value in (variables or {}).items())]
+        self.process = start([*command, "--host", "127.0.0.1", "--port", str(self.port)], folder, prefix)
         self._is_ready = False
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -146,8 +147,11 @@ class Server:
 
     def ssd_state(self) -> dict[str, Any]:
         """Our part of ``/server_info``. The draft's figures in it are a second old at most while requests run."""
-        info = requests.get(f"{self.url}/server_info", timeout=ANSWER_TIMEOUT_S).json()
-        return info["internal_states"][0]["ssd"]
+        return self.info()["internal_states"][0]["ssd"]
+
+    def info(self) -> dict[str, Any]:
+        """``/server_info``."""
+        return requests.get(f"{self.url}/server_info", timeout=ANSWER_TIMEOUT_S).json()
 
     def num_used_tokens(self) -> int:
         """KV slots of the target that running requests hold."""

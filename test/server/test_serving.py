@@ -61,6 +61,12 @@ def test_hits_at_every_batch_size(async_server, batch_size):
     assert sources.count("hit") > 0
 
 
+def test_both_loops_of_the_scheduler_are_tested(async_server, sync_server):
+    assert (
+        async_server.info()["disable_overlap_schedule"] and not sync_server.info()["disable_overlap_schedule"]
+    )
+
+
 def test_sync_serves_without_preparing(sync_server):
     (answer,) = sync_server.ask_all([request(prompt(310, 20))], num_at_once=1)
     assert set(answer.sources) == {"neural"}

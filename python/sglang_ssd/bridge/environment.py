@@ -14,6 +14,8 @@ from typing import NamedTuple
 _CPU_ENGINE_SWITCH = "SGLANG_USE_CPU_ENGINE"
 #: Cores of each TP rank, "0|1" (seam: srt/utils/numa_utils.py, init_threads_binding).
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+#: Set to 1 in tests and in the emulator: the overlapped loop of a GPU, on a CPU.
+OVERLAP_SWITCH = "SGLANG_SSD_CPU_OVERLAP"
 
 
 class Cores(NamedTuple):

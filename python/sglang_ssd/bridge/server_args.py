@@ -17,7 +17,7 @@ import msgspec
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
 from sglang_ssd.algorithm.saguaro import SCALES
-from sglang_ssd.bridge.environment import detect_device
+from sglang_ssd.bridge.environment import OVERLAP_SWITCH, detect_device
 from sglang_ssd.bridge.speculative import ALGORITHM_NAME
 from sglang_ssd.wire.curve import VerifierKeys, load_verifier_keys, why_refused
 from sglang_ssd.wire.messages import MAX_TOP_M
@@ -28,8 +28,6 @@ FAN_OUTS = ("measured", "geometric", "uniform")
 FALLBACKS = ("neural", "ngram", "auto")
 SAMPLINGS = ("shared-noise", "residual")
 BIT_EQUALITIES = ("auto", "on", "off")
-#: Set to 1 in tests: the overlapped loop of a GPU, on a CPU.
-OVERLAP_SWITCH = "SGLANG_SSD_CPU_OVERLAP"
 #: The draft's attention by sglang_ssd.bridge.fork_attention_backend.
 TRITON_FORK = "triton-fork"
 #: Lookahead K and fan-out budget B where the user names none. On a CPU a draft forward takes .4 of a verify, so two
