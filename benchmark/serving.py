@@ -23,6 +23,7 @@ FIRST_PORT = 32000
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 1800.0
+FLUSH_TIMEOUT_S = 60.0
 
 
 class ServerFailed(RuntimeError):
@@ -140,11 +141,18 @@ class Server:
         return response.json()
 
     def flush_cache(self) -> None:
-        """Empty the prefix caches, of the draft as well."""
-        try:
-            requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
-        except requests.RequestException as error:
-            raise ServerFailed(f"/flush_cache: {error}\n{self.log_tail()}") from None
+        """Empty the prefix caches, of the draft as well. A request that was just answered may take a moment to leave."""
+        deadline = time.monotonic() + FLUSH_TIMEOUT_S
+        while True:
+            try:
+                response = requests.post(f"{self.url}/flush_cache", timeout=60)
+                if response.ok:
+                    return
+                if time.monotonic() > deadline:
+                    response.raise_for_status()
+            except requests.RequestException as error:
+                raise ServerFailed(f"/flush_cache: {error}\n{self.log_tail()}") from None
+            time.sleep(0.2)
 
     def ssd_state(self) -> dict[str, Any]:
         """Our part of ``/server_info``. A second later, so that a draft in the middle of a forward has ended it and can
