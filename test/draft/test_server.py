@@ -543,6 +543,26 @@ def test_unknown_peer_must_greet_and_pings_are_answered():
     assert pong.estimates.keys() == set(Snapshot._fields) and pong.estimates["acceptance"] > 0
 
 
+def test_a_greeting_that_is_said_again_changes_nothing_and_a_new_one_frees_all():
+    run = Harness()
+    run.open(1, [3, 1, 4])
+    run.run()
+    (peer,) = run.server._peers.values()
+    run.say(hello())
+    run.say(hello())
+    run.run()
+    assert [type(message) for message in run.sent()] == [Welcome, Welcome]
+    assert run.server._peers == {PEER: peer} and run.server.stats().num_sessions == 1
+    run.outcome({1: (0, continuation([3, 1, 4], 1)[0])})
+    run.run()
+    assert run.take([1]) == {1: "hit"}
+    run.say(hello(greeting=1))
+    run.run()
+    assert [type(message) for message in run.sent()] == [Welcome]
+    assert run.server._peers[PEER].policy is not peer.policy, "what it learnt is forgotten"
+    run.assert_all_free()
+
+
 def test_a_ping_frees_what_its_verifier_does_not_name():
     """Whose ``Close`` was lost, or whose ``Open`` came twice."""
     run = Harness(num_rows=3, budget=0)
