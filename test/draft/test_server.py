@@ -518,6 +518,21 @@ def test_a_verifier_that_does_not_fit_is_refused_with_a_reason(changes):
     assert run.server.stats().num_sessions == 0
 
 
+def test_each_verifier_gets_tokens_of_its_own_vocabulary():
+    run = Harness()
+    sizes = {PEER: VOCAB_SIZE, b"small": 20, b"large": VOCAB_SIZE + 14}
+    for peer, vocab_size in sizes.items():
+        if peer != PEER:
+            run.say(hello(vocab_size=vocab_size), peer)
+        run.say(Open(1, 0, [3, 1, 4]), peer)
+        run.say(Round(1, [1], [0], [4], [0], [7]), peer)
+    run.run()
+    for peer, vocab_size in sizes.items():
+        (proposal,) = (message for message in run.sent(peer) if isinstance(message, Proposal))
+        assert proposal.token_ids == [continuation([3, 1, 4, 7], K, vocab_size)]
+    assert continuation([3, 1, 4, 7], K, 20) != continuation([3, 1, 4, 7], K)
+
+
 def test_malformed_message_ends_that_peers_sessions_only():
     run = Harness()
     run.open(1, [3, 1, 4])

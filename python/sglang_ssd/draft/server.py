@@ -301,7 +301,6 @@ class DraftServer:
             return
         self._forget(peer_id)
         self._peers[peer_id] = Peer(hello, self._make_policy(hello))
-        self._runner.limit_vocabulary(hello.vocab_size)
         self._send(peer_id, welcome)
         logger.info(
             "verifier of %s joined: K=%d, fan-out budget %d",
@@ -331,7 +330,7 @@ class DraftServer:
             peer.denied.add(key)
             return
         self._counts.prompt_tokens_cached += main.num_cached
-        law = DraftLaw(message.temperature, message.seed, hello.sampling)
+        law = DraftLaw(message.temperature, message.seed, hello.sampling, hello.vocab_size)
         peer.sessions[message.request] = Session(
             key,
             message.token_ids,
