@@ -628,6 +628,21 @@ def test_a_session_that_enters_while_the_draft_is_away_is_opened_later(run):
     assert opened == Open(1, 0, [1, 2, 3]) and question.committed_lens == [4]
 
 
+def test_new_weights_of_the_target_make_the_draft_learn_anew(run):
+    (session,), ticket = run.opened(1)
+    run.line.say(Proposal(ticket, [0], ["hit"], [[10, 11]]), Pong(1, DraftStats(), {"acceptance": 0.9}))
+    run.client.tend()
+    run.line.heard()
+    run.drafts.learn_anew()
+    assert run.line.heard() == [AGAIN] and run.client.estimates == {} and run.client.state == "alive"
+    assert run.waited_ms([session]) == ([hit(10, 11)], 0), "any proposal is verified exactly"
+    run.line.say(welcome())
+    run.client.tend()
+    run.outcomes((session, 0, 8))
+    opened, question = run.line.heard()
+    assert opened == Open(1, 0, [1, 2, 3, 7]) and question.requests == [1]
+
+
 def test_many_refusals_bring_one_greeting(run, caplog):
     """Everything that was on its way to a draft that was restarted is refused; each greeting makes it forget us."""
     run.opened(1)
@@ -970,6 +985,10 @@ class Pair(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(self.sessions))
         self.leave([session], "retracted")
         self.enter(RowKey(session.key.request, session.key.generation + 1), session.tokens, turns, rank)
+
+    @rule()
+    def the_target_gets_new_weights(self):
+        self.drafts.learn_anew()
 
     # -- what the line and the draft do ------------------------------------------------------------------------------
 

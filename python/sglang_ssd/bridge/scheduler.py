@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class SchedulerBase(Scheduler):
-    """Calls ``refusal``, ``after_batch``, ``when_idle``, ``when_aborted``, ``state`` and ``request_info`` of its
-    subclass."""
+    """Calls ``refusal``, ``after_batch``, ``when_idle``, ``when_aborted``, ``when_weights_changed``, ``state`` and
+    ``request_info`` of its subclass."""
 
     def refusal(self, sampling_params, request) -> str | None:
         """One line that names what cannot be served, None when all of it can."""
@@ -38,6 +38,9 @@ class SchedulerBase(Scheduler):
 
     def when_aborted(self, request) -> None:
         """Runs when a request ends outside a batch: in a queue, or between the chunks of its prompt."""
+
+    def when_weights_changed(self) -> None:
+        """Runs after the target's weights were updated, from wherever, or were said to be of another version."""
 
     def state(self) -> dict[str, Any]:
         """What ``/server_info`` shows under ``internal_states[i]["ssd"]``."""
@@ -94,6 +97,11 @@ class SchedulerBase(Scheduler):
     def on_idle(self) -> None:
         self.when_idle()
         super().on_idle()
+
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        # All ways to update weights end here; the version may stay the same.
+        super().record_weight_version_change(new_version)
+        self.when_weights_changed()
 
     def get_internal_state(self, recv_req) -> GetInternalStateReqOutput:
         output = super().get_internal_state(recv_req)

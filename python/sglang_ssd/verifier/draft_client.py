@@ -160,6 +160,12 @@ class DraftClient:
         """Ask for the draft's counters; False when it is not there to answer."""
         return self.state == "alive" and self._send(Ping(self._next_ticket))
 
+    def learn_anew(self) -> None:
+        """The target has other weights: what the draft learnt of our rounds is forgotten. It is greeted again, so that
+        requests are opened there again."""
+        self.estimates = {}
+        self._start_over("what it learnt is of other weights of the target")
+
     def disconnect(self) -> None:
         if self.channel.is_connected:
             self.channel.send(Refuse("the verifier leaves"))
