@@ -128,6 +128,8 @@ class SchedulerBase(Scheduler):
 
     def metrics_labels(self) -> dict[str, str] | None:
         """Labels of Prometheus series, None where SGLang exports none from this rank."""
-        if not get_observability().enable_metrics or get_parallel().tp_rank != 0:
+        parallel = get_parallel()
+        if not get_observability().enable_metrics or parallel.tp_rank != 0:
             return None
-        return {"model_name": self.server_args.served_model_name or self.server_args.model_path}
+        labels = {"model_name": self.server_args.served_model_name or self.server_args.model_path}
+        return labels if parallel.dp_rank is None else labels | {"dp_rank": str(parallel.dp_rank)}
