@@ -63,7 +63,7 @@ def prepare(args: SSDServerArgs, serves_http: bool = True) -> list[list[str]]:
     draft_cores: list[list[int]] = [[]] * num_drafts
     if args.device == "cpu":
         cores = split_cores(args.ssd_target_cores, args.ssd_draft_cores, num_drafts)
-        bind_target_ranks(cores.target, args.tp_size)
+        bind_target_ranks(cores.target, args.dp_size * args.tp_size)
         draft_cores = cores.drafts
         logger.info("cores: target %s, drafts %s", cores.target, cores.drafts or "none")
         _size_pools(args, target, draft, num_drafts)
@@ -78,11 +78,12 @@ def _size_pools(args: SSDServerArgs, target, draft, num_drafts: int) -> None:
         return
     plan = plan_pools(
         available_bytes=available_host_bytes(),
-        weight_bytes=target.weight_bytes + (num_drafts * draft.weight_bytes if draft else 0),
+        weight_bytes=args.dp_size * target.weight_bytes + (num_drafts * draft.weight_bytes if draft else 0),
         target_token_bytes=target.kv_token_bytes,
         draft_token_bytes=draft.kv_token_bytes if draft else 0,
         context_length=args.context_length or target.context_length,
         num_drafts=num_drafts,
+        num_replicas=args.dp_size,
     )
     logger.info("%s", plan.describe())
     if args.max_total_tokens is None:

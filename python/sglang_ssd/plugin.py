@@ -35,8 +35,7 @@ def run_scheduler(server_args, *args, **kwargs) -> None:
 
         quiet_model_registry()
         speak_gloo_only()
-        rank = args[2] if len(args) > 2 else kwargs["tp_rank"]
-        cores = cores_of_rank(rank)
+        cores = cores_of_rank(args[1] if len(args) > 1 else kwargs["gpu_id"])
         if cores:
             pin_process(cores)
     _install_for_device(is_cpu)

@@ -24,6 +24,17 @@ def test_the_option_with_most_tokens_a_millisecond_is_kept_and_others_are_tried_
     assert seen[-100:].count(0.1) > 50
 
 
+def test_all_are_tried_anew_once_what_was_measured_is_forgotten():
+    choice, fresh = (OnlineChoice((1.0, 0.5, 0.1), trial_rounds=4, keep_rounds=8) for _ in range(2))
+    for _ in range(50):
+        choice.observe(3, 1.0 + choice.current)
+    choice.forget()
+    for _ in range(100):
+        assert choice.current == fresh.current
+        for each in (choice, fresh):
+            each.observe(3, 2.0 - each.current)
+
+
 def test_one_option_is_never_left():
     choice = OnlineChoice((0.3,), trial_rounds=1)
     for _ in range(10):

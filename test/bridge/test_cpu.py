@@ -178,6 +178,19 @@ def test_every_draft_has_a_pool_for_all_requests():
     assert two.draft_tokens == two.target_tokens * 5 // 4 and two.target_tokens <= one.target_tokens
 
 
+def test_ranks_share_the_memory_and_a_draft_has_room_for_all_of_them():
+    facts = dict(
+        available_bytes=20 * GIB,
+        weight_bytes=6 * GIB,
+        target_token_bytes=28_672,
+        draft_token_bytes=12_288,
+        context_length=32_768,
+    )
+    one, two = (plan_pools(**facts, num_replicas=n) for n in (1, 2))
+    assert two.target_tokens == one.target_tokens // 2
+    assert two.draft_tokens == 2 * two.target_tokens * 5 // 4
+
+
 def test_pools_fit_and_say_so():
     plan = plan_pools(
         available_bytes=20 * GIB,

@@ -83,6 +83,20 @@ def test_bit_equality_is_checked_by_default_and_can_be_demanded_on_a_cpu_only():
         parsed(ssd_bit_equal="on", device="cuda")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(pp_size=2), "--pp-size 2: "),
+        (dict(attn_dp_size=2, tp_size=2), "--attn-dp-size 2: "),
+        (dict(dp_size=2, tp_size=2, enable_dp_attention=True), "--attn-dp-size 2: "),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_in_parallel_is_refused(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        parsed(**options)
+
+
 # -- drafts ----------------------------------------------------------------------------------------------------------
 
 

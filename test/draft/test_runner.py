@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 import pytest
 import torch
@@ -14,11 +16,11 @@ from sglang_ssd.draft.runner import Chunk, DraftLaw, DraftRunner, Position
 
 VOCAB_SIZE, TOP_M, NUM_CANDIDATES = 500, 20, 4
 LAWS = {
-    "greedy": DraftLaw(0.0, 1),
-    "greedy residual": DraftLaw(0.0, 1, "residual"),
-    "shared": DraftLaw(0.7, 2),
-    "hot": DraftLaw(1.3, 3),
-    "residual": DraftLaw(0.9, 4, "residual"),
+    "greedy": DraftLaw(0.0, 1, "shared-noise", VOCAB_SIZE),
+    "greedy residual": DraftLaw(0.0, 1, "residual", VOCAB_SIZE),
+    "shared": DraftLaw(0.7, 2, "shared-noise", VOCAB_SIZE),
+    "hot": DraftLaw(1.3, 3, "shared-noise", VOCAB_SIZE),
+    "residual": DraftLaw(0.9, 4, "residual", VOCAB_SIZE),
 }
 
 
@@ -34,10 +36,9 @@ class GivenLogits:
         return self._logits[: len(rows)]
 
 
-def guesses_of(logits, laws, vocab_size=VOCAB_SIZE):
+def guesses_of(logits, laws):
     """The runner's guesses and the positions it made them at: one chunk a law."""
     runner = DraftRunner(GivenLogits(logits), top_m=TOP_M)
-    runner.limit_vocabulary(vocab_size)
     positions = [
         Position(law, 40 + i, NUM_CANDIDATES - i % 2, i % 3, (0.5, 1.0, 0.1)[i % 3])
         for i, law in enumerate(laws)
@@ -87,11 +88,15 @@ def test_guesses_are_those_of_the_algorithm(names, dtype):
     for seed in range(5):
         random = torch.Generator().manual_seed(seed)
         logits = (torch.randn(len(names), VOCAB_SIZE, generator=random) * 2).to(dtype)
-        for vocab_size in (VOCAB_SIZE, 333):
-            guesses, positions = guesses_of(logits, [LAWS[name] for name in names], vocab_size)
-            assert {len(guess.ranks) for guess in guesses} == {NUM_CANDIDATES}
+        # The last: of verifiers whose vocabularies are padded to fewer ids, to as many as the draft's, and to more.
+        for sizes in ([VOCAB_SIZE], [333], [333, VOCAB_SIZE, 2, VOCAB_SIZE + 12]):
+            laws = [
+                LAWS[name]._replace(vocab_size=size) for name, size in zip(names, cycle(sizes), strict=False)
+            ]
+            guesses, positions = guesses_of(logits, laws)
             for row, (guess, position) in enumerate(zip(guesses, positions, strict=True)):
-                check(guess, logits[row : row + 1, :vocab_size], position)
+                assert len(guess.ranks) == min(NUM_CANDIDATES, position.law.vocab_size)
+                check(guess, logits[row : row + 1, : position.law.vocab_size], position)
 
 
 def test_a_device_may_rank_fewer_candidates_than_the_budget_asks_for(monkeypatch):

@@ -518,6 +518,21 @@ def test_a_verifier_that_does_not_fit_is_refused_with_a_reason(changes):
     assert run.server.stats().num_sessions == 0
 
 
+def test_each_verifier_gets_tokens_of_its_own_vocabulary():
+    run = Harness()
+    sizes = {PEER: VOCAB_SIZE, b"small": 20, b"large": VOCAB_SIZE + 14}
+    for peer, vocab_size in sizes.items():
+        if peer != PEER:
+            run.say(hello(vocab_size=vocab_size), peer)
+        run.say(Open(1, 0, [3, 1, 4]), peer)
+        run.say(Round(1, [1], [0], [4], [0], [7]), peer)
+    run.run()
+    for peer, vocab_size in sizes.items():
+        (proposal,) = (message for message in run.sent(peer) if isinstance(message, Proposal))
+        assert proposal.token_ids == [continuation([3, 1, 4, 7], K, vocab_size)]
+    assert continuation([3, 1, 4, 7], K, 20) != continuation([3, 1, 4, 7], K)
+
+
 def test_malformed_message_ends_that_peers_sessions_only():
     run = Harness()
     run.open(1, [3, 1, 4])
@@ -541,6 +556,26 @@ def test_unknown_peer_must_greet_and_pings_are_answered():
     (pong,) = run.sent()
     assert isinstance(pong, Pong) and pong.nonce == 6 and pong.stats.total_kv_slots == run.total.total_slots
     assert pong.estimates.keys() == set(Snapshot._fields) and pong.estimates["acceptance"] > 0
+
+
+def test_a_greeting_that_is_said_again_changes_nothing_and_a_new_one_frees_all():
+    run = Harness()
+    run.open(1, [3, 1, 4])
+    run.run()
+    (peer,) = run.server._peers.values()
+    run.say(hello())
+    run.say(hello())
+    run.run()
+    assert [type(message) for message in run.sent()] == [Welcome, Welcome]
+    assert run.server._peers == {PEER: peer} and run.server.stats().num_sessions == 1
+    run.outcome({1: (0, continuation([3, 1, 4], 1)[0])})
+    run.run()
+    assert run.take([1]) == {1: "hit"}
+    run.say(hello(greeting=1))
+    run.run()
+    assert [type(message) for message in run.sent()] == [Welcome]
+    assert run.server._peers[PEER].policy is not peer.policy, "what it learnt is forgotten"
+    run.assert_all_free()
 
 
 def test_a_ping_frees_what_its_verifier_does_not_name():

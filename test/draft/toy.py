@@ -22,27 +22,27 @@ from sglang_ssd.wire.messages import Hello
 VOCAB_SIZE = 50
 
 
-def ranks_after(tokens: list[int], num_candidates: int) -> list[int]:
+def ranks_after(tokens: list[int], num_candidates: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """The toy language model: a permutation of the vocabulary that depends on all tokens."""
     seed = 0
     for token in tokens:
         seed = (seed * 31 + token + 1) % 1_000_003
     order = list(range(VOCAB_SIZE))
     random.Random(seed).shuffle(order)
-    return order[:num_candidates]
+    return [token for token in order if token < vocab_size][:num_candidates]
 
 
 def guess_after(tokens: list[int], position: Position) -> Guess:
     assert position.index == len(tokens) - 1, "a guess is made at the index of the last token before it"
-    ranks = ranks_after(tokens, position.num_candidates)
+    ranks = ranks_after(tokens, position.num_candidates, position.law.vocab_size)
     return Guess(ranks[0], ranks)
 
 
-def continuation(tokens: list[int], num_tokens: int) -> list[int]:
+def continuation(tokens: list[int], num_tokens: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """Greedy continuation of the toy language model."""
     path = list(tokens)
     for _ in range(num_tokens):
-        path.append(ranks_after(path, 1)[0])
+        path.append(ranks_after(path, 1, vocab_size)[0])
     return path[len(tokens) :]
 
 
@@ -160,9 +160,6 @@ class ToyRunner:
             happening, self.in_the_middle = self.in_the_middle, None
             happening()
         self._callback()
-
-    def limit_vocabulary(self, vocab_size: int) -> None:
-        assert vocab_size == VOCAB_SIZE
 
     def extend(self, chunks: list[Chunk]) -> list[Guess]:
         self._run_middle()

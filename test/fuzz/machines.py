@@ -61,20 +61,13 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
-class AnyVocabulary(ToyRunner):
-    """A toy whose verifiers may have any vocabulary."""
-
-    def limit_vocabulary(self, vocab_size: int) -> None:
-        pass
-
-
 class Machines:
     """Takes the frames of one connection after another. Raises AssertionError when one leaves something behind or takes
     too long; no other exception is expected."""
 
     def __init__(self) -> None:
         self.channel = ToyChannel()
-        self.runner = AnyVocabulary(num_rows=24, num_slots=600, context_length=96)
+        self.runner = ToyRunner(num_rows=24, num_slots=600, context_length=96)
         self.draft = DraftServer(self.channel, self.runner, DraftIdentity("toy", "toy", 8))
         self.taken: Counter[str] = Counter()
         self.slowest_cpu_ms = 0.0

@@ -36,6 +36,7 @@ FLAGS = {
     "sync": ["--ssd-mode", "sync", "--reasoning-parser", "deepseek-r1", "--no-ssd-pack-weights"],
     "off": ["--ssd-mode", "off", "--reasoning-parser", "deepseek-r1"],
     "parallel": ["--tp-size", "2"],
+    "replicated": ["--dp-size", "2", "--max-total-tokens", "8192"],
     # The scheduler takes in more requests than the pool can finish, and prompts in chunks.
     "paged": [
         *("--page-size", str(PAGE_SIZE)),
@@ -131,6 +132,11 @@ def off_server(fleet) -> Server:
 @pytest.fixture
 def parallel_server(fleet) -> Server:
     return fleet.get("parallel")
+
+
+@pytest.fixture
+def replicated_server(fleet) -> Server:
+    return fleet.get("replicated")
 
 
 @pytest.fixture

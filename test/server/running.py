@@ -145,9 +145,14 @@ class Server:
 
     # -- figures -------------------------------------------------------------------------------------------------
 
+    def ssd_states(self) -> list[dict[str, Any]]:
+        """Our part of ``/server_info``, one entry a data-parallel rank. The draft's figures in it are a second old at most
+        while requests run."""
+        return [state["ssd"] for state in self.info()["internal_states"]]
+
     def ssd_state(self) -> dict[str, Any]:
-        """Our part of ``/server_info``. The draft's figures in it are a second old at most while requests run."""
-        return self.info()["internal_states"][0]["ssd"]
+        """That of the first rank."""
+        return self.ssd_states()[0]
 
     def info(self) -> dict[str, Any]:
         """``/server_info``."""
@@ -155,8 +160,8 @@ class Server:
 
     def num_used_tokens(self) -> int:
         """KV slots of the target that running requests hold."""
-        (load,) = requests.get(f"{self.url}/v1/loads", timeout=ANSWER_TIMEOUT_S).json()["loads"]
-        return load["num_used_tokens"]
+        loads = requests.get(f"{self.url}/v1/loads", timeout=ANSWER_TIMEOUT_S).json()["loads"]
+        return sum(load["num_used_tokens"] for load in loads)
 
     def wait_until_free(self, timeout_s: float = 15.0) -> None:
         """Wait until no request holds anything, on either side. Raises AssertionError with what is still held."""
@@ -164,10 +169,10 @@ class Server:
         assert held is True, f"still held: {held}"
 
     def _held(self) -> dict[str, int]:
-        state = self.ssd_state()
-        draft = state["draft"]
+        states = self.ssd_states()
+        draft = states[-1]["draft"]
         held = {
-            "open_sessions": state["open_sessions"],
+            "open_sessions": sum(state["open_sessions"] for state in states),
             "draft's sessions": draft["num_sessions"],
             "draft's branch rows": draft["num_branch_rows"],
             "draft's KV slots": draft["total_kv_slots"] - draft["free_kv_slots"],

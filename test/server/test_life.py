@@ -172,15 +172,22 @@ def update_weights(server: Server, model_path) -> requests.Response:
     return server.post("/update_weights_from_disk", {"model_path": str(model_path)})
 
 
+def num_estimated_rounds(server: Server) -> float:
+    """Rounds that the draft's estimates rest on."""
+    return server.ssd_state()["estimates"].get("num_rounds", 0)
+
+
 def test_new_weights_are_served_exactly_whatever_the_draft_knows(pair, sync_server, off_server, tmp_path):
-    """The draft still proposes for the old weights."""
+    """The draft still proposes for the old weights, and learns anew how well."""
     body = request(prompt(2120, 30), 24, ignore_eos=True)
     plain = off_server.ask(body).output_ids
     assert sync_server.ask(body).output_ids == plain
     other = write_pair(tmp_path, seed=7).target
     sync_server.wait_until_free()
+    assert num_estimated_rounds(sync_server) > 0
     assert update_weights(sync_server, other).ok
     try:
+        assert wait_for(lambda: num_estimated_rounds(sync_server) == 0, timeout_s=30) is True
         answer = sync_server.ask(body)
         assert answer.output_ids == greedy(other, body["input_ids"], 24) != plain
         assert "neural" in answer.sources

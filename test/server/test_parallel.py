@@ -1,4 +1,5 @@
-"""A tensor-parallel verifier: rank 0 speaks to the draft, and all ranks run the same rounds."""
+"""Several ranks. Tensor-parallel ones are one verifier: rank 0 speaks to the draft, and all run the same rounds. Each
+data-parallel one is a verifier of its own, and all have the same drafts."""
 
 from __future__ import annotations
 
@@ -17,3 +18,18 @@ def test_two_ranks_equal_one(parallel_server, off_server):
     assert [answer.output_ids for answer in together] == plain
     assert sum(source == "hit" for answer in together for source in answer.sources) > 0
     parallel_server.wait_until_free()
+
+
+def test_data_parallel_ranks_are_verifiers_of_one_draft(replicated_server, off_server):
+    bodies = BODIES[:6]
+    plain = [answer.output_ids for answer in off_server.ask_all(bodies, num_at_once=1)]
+    answers = replicated_server.ask_all(bodies, num_at_once=6, stagger_s=0.05)
+    assert [answer.output_ids for answer in answers] == plain
+    assert sum(source == "hit" for answer in answers for source in answer.sources) > 0
+    replicated_server.wait_until_free()
+    states = replicated_server.ssd_states()
+    assert len(states) == 2 and len({state["drafts"][0]["endpoint"] for state in states}) == 1
+    for state in states:
+        assert state["draft_state"] == "alive" and state["rounds"] > 0
+        assert state["estimates"]["num_rounds"] > 0, "the draft learnt of the rounds of each"
+    assert states[0]["draft"]["rounds"] >= sum(state["rounds"] for state in states)

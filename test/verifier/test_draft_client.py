@@ -8,17 +8,19 @@ import time
 from collections import deque
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from draft.toy import VOCAB_SIZE, ToyRunner, continuation, patient_policy, ranks_after
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from verifier.in_memory import DraftEnd, Line, drafts_on
+from verifier.in_memory import Clock, DraftEnd, Line, drafts_on
 
 from sglang_ssd.algorithm.round_limit import RoundLimit
 from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.draft import server as draft_server
 from sglang_ssd.draft.server import SILENT_PEER_S, DraftIdentity, DraftServer
+from sglang_ssd.verifier import draft_client
 from sglang_ssd.verifier.draft_client import (
     DOWN_AFTER_S,
     PING_INTERVAL_S,
@@ -48,6 +50,8 @@ from sglang_ssd.wire.messages import (
 K = 3
 TIMEOUT_MS = 100.0
 HELLO = Hello(PROTOCOL_VERSION, VOCAB_SIZE, "toy", K, 8, 512, "the-target")
+#: What is said when something went wrong for the first time.
+AGAIN = msgspec.structs.replace(HELLO, greeting=1)
 
 
 def welcome(boot_id: str = "boot-1") -> Welcome:
@@ -239,8 +243,51 @@ def test_a_connection_that_breaks_is_known_at_once_and_made_again(directory):
             while drafts.state != "alive" and time.monotonic() < deadline_s:
                 drafts.tend()
                 time.sleep(0.01)
-        assert received[0] in (HELLO, Open(1, 0, [1, 2])), "or what was on its way to its predecessor"
+        assert received[0] in (AGAIN, Open(1, 0, [1, 2])), "or what was on its way to its predecessor"
         assert drafts.state == "alive" and drafts.clients[0].welcome.boot_id == "boot-2"
+
+
+def test_a_draft_that_was_stopped_for_a_minute_takes_the_verifier_in_once(directory, monkeypatch):
+    """The line holds, so that it then finds a minute of greetings."""
+    greetings = []
+
+    def policy(hello: Hello):
+        greetings.append(hello.greeting)
+        return patient_policy(hello)
+
+    session = VerifierSession(RowKey(1, 0), None, [1, 2])
+    with (
+        real_drafts(directory) as drafts,
+        contextlib.closing(DraftChannel(directory.endpoint("draft"))) as channel,
+    ):
+        (client,) = drafts.clients
+        draft = DraftServer(channel, ToyRunner(), DraftIdentity("toy", "toy", 8), policy)
+
+        def serve_until(condition) -> None:
+            deadline_s = time.monotonic() + 30
+            while not condition() and time.monotonic() < deadline_s:
+                draft.turn()
+                client.receive()
+
+        thread = threading.Thread(target=drafts.connect, args=[30])
+        thread.start()
+        while not greetings:
+            draft.turn()
+        thread.join()
+        clock = Clock()
+        with monkeypatch.context() as patch:
+            patch.setattr(draft_client, "time", clock)
+            for _ in range(60):
+                clock.now_s += PING_INTERVAL_S
+                client.tend()
+        assert client.state == "down"
+        serve_until(lambda: client._refusal is None)
+        drafts.open(session)
+        session.tokens.append(7)
+        drafts.send_outcomes([RowOutcome(session, 0, 7)])
+        serve_until(lambda: session.ticket is None)
+        assert session.proposed.token_ids == continuation([1, 2, 7], K)
+        assert greetings == [0, 1]
 
 
 # -- a draft that works ----------------------------------------------------------------------------------------------
@@ -464,7 +511,7 @@ def test_a_draft_that_answers_no_ping_is_down_and_comes_back(run):
     assert run.client.state == "down"
     *pings, greeting = run.line.heard()
     assert len(pings) == DOWN_AFTER_S / PING_INTERVAL_S + 2 and all(isinstance(ping, Ping) for ping in pings)
-    assert greeting == HELLO
+    assert greeting == AGAIN
 
     session = run.open(1)
     run.outcomes((session, 0, 7))
@@ -522,7 +569,7 @@ def test_sessions_are_opened_again_at_a_draft_that_was_restarted(run):
     (one, two), ticket = run.opened(1, 2)
     run.line.say(Proposal(ticket, [0], ["hit"], [[10, 11]]), Refuse("say Hello first"))
     assert run.waited_ms([one, two]) == ([hit(10, 11), NOTHING_PROPOSED], 0), "no answer will come: no wait"
-    assert run.line.heard() == [HELLO]
+    assert run.line.heard() == [AGAIN]
     assert not one.is_held and not two.is_held
 
     run.outcomes((one, 2, 8), (two, 0, 9))
@@ -581,12 +628,27 @@ def test_a_session_that_enters_while_the_draft_is_away_is_opened_later(run):
     assert opened == Open(1, 0, [1, 2, 3]) and question.committed_lens == [4]
 
 
+def test_new_weights_of_the_target_make_the_draft_learn_anew(run):
+    (session,), ticket = run.opened(1)
+    run.line.say(Proposal(ticket, [0], ["hit"], [[10, 11]]), Pong(1, DraftStats(), {"acceptance": 0.9}))
+    run.client.tend()
+    run.line.heard()
+    run.drafts.learn_anew()
+    assert run.line.heard() == [AGAIN] and run.client.estimates == {} and run.client.state == "alive"
+    assert run.waited_ms([session]) == ([hit(10, 11)], 0), "any proposal is verified exactly"
+    run.line.say(welcome())
+    run.client.tend()
+    run.outcomes((session, 0, 8))
+    opened, question = run.line.heard()
+    assert opened == Open(1, 0, [1, 2, 3, 7]) and question.requests == [1]
+
+
 def test_many_refusals_bring_one_greeting(run, caplog):
     """Everything that was on its way to a draft that was restarted is refused; each greeting makes it forget us."""
     run.opened(1)
     run.line.say(*[Refuse("say Hello first")] * 200)
     run.client.tend()
-    assert [m for m in run.line.heard() if isinstance(m, Hello)] == [HELLO]
+    assert [m for m in run.line.heard() if isinstance(m, Hello)] == [AGAIN]
     assert len([record for record in caplog.records if "say Hello first" in record.message]) == 1
 
 
@@ -610,7 +672,7 @@ def test_a_draft_that_was_replaced_by_one_that_does_not_fit(run, caplog):
         refuse()
     assert run.client.state == "degraded"
     first, *greetings = heard
-    assert isinstance(first, Round) and set(greetings) == {HELLO} and 5 <= len(greetings) <= 6
+    assert isinstance(first, Round) and set(greetings) == {AGAIN} and 5 <= len(greetings) <= 6
     assert sum("the tokenizers differ" in record.message for record in caplog.records) == 1
 
 
@@ -621,7 +683,7 @@ def test_greetings_are_repeated_until_welcome(run):
     for _ in range(3):
         run.line.now_s += PING_INTERVAL_S
         run.client.tend()
-        assert run.line.heard() == [HELLO]
+        assert run.line.heard() == [AGAIN]
     run.line.say(welcome("boot-2"))
     run.line.now_s += PING_INTERVAL_S
     run.client.tend()
@@ -755,7 +817,7 @@ def test_a_close_that_was_lost_makes_the_draft_forget_everything(run):
     run.line.is_full = False
     run.line.now_s += PING_INTERVAL_S
     run.client.tend()
-    assert run.line.heard() == [HELLO], "a greeting frees all that the draft holds of us"
+    assert run.line.heard() == [AGAIN], "a greeting frees all that the draft holds of us"
     run.line.say(welcome())
     run.client.tend()
     run.line.heard()
@@ -923,6 +985,10 @@ class Pair(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(self.sessions))
         self.leave([session], "retracted")
         self.enter(RowKey(session.key.request, session.key.generation + 1), session.tokens, turns, rank)
+
+    @rule()
+    def the_target_gets_new_weights(self):
+        self.drafts.learn_anew()
 
     # -- what the line and the draft do ------------------------------------------------------------------------------
 

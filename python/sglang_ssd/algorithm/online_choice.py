@@ -22,7 +22,11 @@ class OnlineChoice(Generic[Option]):
         self._options = tuple(options)
         self._trial_rounds = trial_rounds
         self._keep_rounds = keep_rounds
-        self._tokens_per_ms: list[float | None] = [None] * len(options)
+        self.forget()
+
+    def forget(self) -> None:
+        """Try every option anew: what was measured holds no longer."""
+        self._tokens_per_ms: list[float | None] = [None] * len(self._options)
         self._current = 0
         self._last_trial = 0
         self._is_trial = True

@@ -114,7 +114,7 @@ def _cores_of_drafts(lists: Sequence[str], num_drafts: int) -> list[list[int]]:
 
 
 def rank_cores(cores: list[int], num_ranks: int) -> list[list[int]]:
-    """Cores of each TP rank: contiguous shares, one core at least (shared when there are fewer cores than ranks)."""
+    """Cores of each rank: contiguous shares, one core at least (shared when there are fewer cores than ranks)."""
     share = max(1, len(cores) // num_ranks)
     return [[cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(num_ranks)]
 
@@ -125,7 +125,8 @@ def bind_target_ranks(cores: list[int], num_ranks: int) -> None:
 
 
 def cores_of_rank(rank: int) -> list[int] | None:
-    """The cores that ``bind_target_ranks`` gave this rank, None where nothing was bound."""
+    """The cores that ``bind_target_ranks`` gave this rank (SGLang's ``gpu_id``: TP ranks, one DP rank after another),
+    None where nothing was bound."""
     binding = os.environ.get(_CPU_BINDING)
     if not binding or binding == "all":
         return None

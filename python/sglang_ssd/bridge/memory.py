@@ -14,7 +14,7 @@ _PROCESS_BYTES = 4 << 30
 
 
 class MemoryPlan(NamedTuple):
-    """Tokens of each pool and what they stand on, in bytes; of one draft."""
+    """Tokens of each pool and what they stand on, in bytes; of one data-parallel rank and one draft."""
 
     target_tokens: int
     draft_tokens: int
@@ -40,23 +40,25 @@ def plan_pools(
     draft_token_bytes: int,
     context_length: int,
     num_drafts: int = 1,
+    num_replicas: int = 1,
 ) -> MemoryPlan:
     """Choose all pools so that weights, pools and page cache fit.
 
     The pools hold equally many tokens plus a quarter more on the draft's side, whose branches need slots too.
-    Every draft has room for all requests, since it may have to take over those of the others.
+    Every draft has room for the requests of all ``num_replicas`` data-parallel ranks, since it may have to take over
+    those of the other drafts. ``weight_bytes`` are those of all ranks and drafts.
     ``target_token_bytes`` and ``draft_token_bytes`` are KV bytes a token; ``draft_token_bytes`` 0 means no draft.
     Raises ValueError in one line when not even one request of a tenth of the context fits.
     """
     spare = available_bytes - weight_bytes - _PROCESS_BYTES
     token_bytes = target_token_bytes + num_drafts * draft_token_bytes * 5 // 4
-    tokens = min(_MAX_POOL_TOKENS, int(spare * _POOL_SHARE) // token_bytes)
+    tokens = min(_MAX_POOL_TOKENS, int(spare * _POOL_SHARE) // token_bytes) // num_replicas
     if tokens < max(64, context_length // 10):
         raise ValueError(
             f"not enough memory: {available_bytes >> 20} MiB available, weights need {weight_bytes >> 20} MiB; "
             f"--max-total-tokens sets the pool by hand"
         )
-    draft_tokens = tokens * 5 // 4 if draft_token_bytes else 0
+    draft_tokens = num_replicas * tokens * 5 // 4 if draft_token_bytes else 0
     return MemoryPlan(
         tokens,
         draft_tokens,

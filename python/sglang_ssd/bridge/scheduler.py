@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class SchedulerBase(Scheduler):
-    """Calls ``refusal``, ``before_result``, ``after_batch``, ``when_idle``, ``when_aborted``, ``state`` and
-    ``request_info`` of its subclass."""
+    """Calls ``refusal``, ``before_result``, ``after_batch``, ``when_idle``, ``when_aborted``, ``when_weights_changed``,
+    ``state`` and ``request_info`` of its subclass."""
 
     def refusal(self, sampling_params, request) -> str | None:
         """One line that names what cannot be served, None when all of it can."""
@@ -41,6 +41,9 @@ class SchedulerBase(Scheduler):
 
     def when_aborted(self, request) -> None:
         """Runs when a request ends outside a batch: in a queue, or between the chunks of its prompt."""
+
+    def when_weights_changed(self) -> None:
+        """Runs after the target's weights were updated, from wherever, or were said to be of another version."""
 
     def state(self) -> dict[str, Any]:
         """What ``/server_info`` shows under ``internal_states[i]["ssd"]``."""
@@ -99,6 +102,11 @@ class SchedulerBase(Scheduler):
         self.when_idle()
         super().on_idle()
 
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        # All ways to update weights end here; the version may stay the same.
+        super().record_weight_version_change(new_version)
+        self.when_weights_changed()
+
     def get_internal_state(self, recv_req) -> GetInternalStateReqOutput:
         output = super().get_internal_state(recv_req)
         output.internal_state["ssd"] = self.state()
@@ -124,6 +132,8 @@ class SchedulerBase(Scheduler):
 
     def metrics_labels(self) -> dict[str, str] | None:
         """Labels of Prometheus series, None where SGLang exports none from this rank."""
-        if not get_observability().enable_metrics or get_parallel().tp_rank != 0:
+        parallel = get_parallel()
+        if not get_observability().enable_metrics or parallel.tp_rank != 0:
             return None
-        return {"model_name": self.server_args.served_model_name or self.server_args.model_path}
+        labels = {"model_name": self.server_args.served_model_name or self.server_args.model_path}
+        return labels if parallel.dp_rank is None else labels | {"dp_rank": str(parallel.dp_rank)}

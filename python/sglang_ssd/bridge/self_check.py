@@ -23,6 +23,7 @@ SEAMS = (
     Seam("sglang.srt.managers.scheduler:Scheduler.process_batch_result", ("self", "batch", "result")),
     Seam("sglang.srt.managers.scheduler:Scheduler.on_idle", ("self",)),
     Seam("sglang.srt.managers.scheduler:Scheduler.is_fully_idle", ("self",)),
+    Seam("sglang.srt.managers.scheduler:Scheduler.record_weight_version_change", ("self", "new_version")),
     Seam("sglang.srt.managers.scheduler:Scheduler.get_internal_state", ("self", "recv_req")),
     Seam("sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class", ("self",)),
     Seam(

@@ -283,6 +283,9 @@ def with_ssd_defaults(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(f"--ssd-round-timeout-ms {args.ssd_round_timeout_ms}: must be above 0")
     if args.pp_size > 1:
         raise ValueError(f"--pp-size {args.pp_size}: SSD does not run with pipeline parallelism")
+    if args.attn_dp_size > 1 or args.enable_dp_attention:
+        size = max(args.attn_dp_size, args.dp_size)
+        raise ValueError(f"--attn-dp-size {size}: SSD does not run with data-parallel attention")
     args.speculative_algorithm = ALGORITHM_NAME
     args.speculative_num_steps = lookahead
     args.speculative_eagle_topk = 1

@@ -19,11 +19,13 @@ DEFAULT_TOP_M = 64
 
 class DraftLaw(NamedTuple):
     """How one request's guesses are drawn: the temperature of the draft's logits (0: greedy), the seed of the noise,
-    and whether target and draft share that noise or q is shipped for residual sampling."""
+    whether target and draft share that noise or q is shipped for residual sampling, and the number of ids that may be
+    proposed: a verifier's vocabulary may be padded to fewer than the draft's."""
 
     temperature: float
     seed: int
-    sampling: Sampling = "shared-noise"
+    sampling: Sampling
+    vocab_size: int
 
     @property
     def is_greedy(self) -> bool:
@@ -77,13 +79,8 @@ class DraftRunner:
         self.vocab_size = model.vocab_size
         self.context_length = model.context_length
         self.max_tokens = model.max_decode_tokens
-        self._num_proposable = model.vocab_size
         #: Candidates that the device's sampler can rank; a larger budget is spread over more positions or not spent.
         self._most_ranked = largest_top_m(torch.device(model.device).type) or model.vocab_size
-
-    def limit_vocabulary(self, vocab_size: int) -> None:
-        """Propose only ids below ``vocab_size``: a verifier's vocabulary may be padded to fewer ids than the draft's."""
-        self._num_proposable = min(self._num_proposable, vocab_size)
 
     def call_during_forwards(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called now and then while a forward runs; it may raise to end the forward."""
@@ -126,30 +123,33 @@ class DraftRunner:
 
     def _guess(self, logits: torch.Tensor, positions: list[Position]) -> list[Guess]:
         """What the draft thinks of the tokens at these positions. logits: float [rows, V], one row a position."""
-        logits = logits[:, : self._num_proposable]
-        num_ranked = max(position.num_candidates for position in positions)
-        num_ranked = min(num_ranked, logits.shape[1], self._most_ranked)
-        if len({position.law.sampling for position in positions if not position.law.is_greedy}) < 2:
-            return self._guess_by_one_rule(logits, positions, num_ranked)
-        # Verifiers with different rules.
+        laws = [position.law for position in positions]
+        num_candidates = max(position.num_candidates for position in positions)
+        has_both_rules = len({law.sampling for law in laws if not law.is_greedy}) > 1
+        kinds = [(law.vocab_size, has_both_rules and law.is_residual) for law in laws]
+        if len(set(kinds)) == 1:
+            return self._guess_alike(logits, positions, num_candidates)
+        # Verifiers with different rules, or vocabularies.
         guesses: list[Guess | None] = [None] * len(positions)
-        for is_residual in (False, True):
-            rows = [i for i, position in enumerate(positions) if position.law.is_residual == is_residual]
-            part = self._guess_by_one_rule(logits[rows], [positions[row] for row in rows], num_ranked)
+        for kind in set(kinds):
+            rows = [row for row, other in enumerate(kinds) if other == kind]
+            part = self._guess_alike(logits[rows], [positions[row] for row in rows], num_candidates)
             for row, guess in zip(rows, part, strict=True):
                 guesses[row] = guess
         return guesses
 
-    def _guess_by_one_rule(
-        self, logits: torch.Tensor, positions: list[Position], num_ranked: int
+    def _guess_alike(
+        self, logits: torch.Tensor, positions: list[Position], num_candidates: int
     ) -> list[Guess]:
-        """All rows that are not greedy draw by the same rule.
+        """All rows have one vocabulary, and those that are not greedy draw by the same rule.
 
         Shared noise: the target's noise on the top M tokens. Residual: the draft's own law, truncated to its top M and
         scaled by Saguaro, which is kept with the token; candidates for the bonus token are then the likeliest ones, as
         the residual is left on them.
         """
         laws = [position.law for position in positions]
+        logits = logits[:, : laws[0].vocab_size]
+        num_ranked = min(num_candidates, logits.shape[1], self._most_ranked)
         columns = (
             self._column([law.temperature for law in laws], torch.float64),
             self._column([law.seed for law in laws], torch.int64),

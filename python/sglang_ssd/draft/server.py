@@ -293,9 +293,14 @@ class DraftServer:
             logger.warning("refusing a verifier of %s: %s", hello.target_model, reason)
             self._send(peer_id, Refuse(reason))
             return
+        known = self._peers.get(peer_id)
+        if known is not None and known.hello == hello:
+            # Said again since our Welcome was late or lost. What we hold of this verifier is newer than that Hello.
+            known.last_heard_s = time.monotonic()
+            self._send(peer_id, welcome)
+            return
         self._forget(peer_id)
         self._peers[peer_id] = Peer(hello, self._make_policy(hello))
-        self._runner.limit_vocabulary(hello.vocab_size)
         self._send(peer_id, welcome)
         logger.info(
             "verifier of %s joined: K=%d, fan-out budget %d",
@@ -325,7 +330,7 @@ class DraftServer:
             peer.denied.add(key)
             return
         self._counts.prompt_tokens_cached += main.num_cached
-        law = DraftLaw(message.temperature, message.seed, hello.sampling)
+        law = DraftLaw(message.temperature, message.seed, hello.sampling, hello.vocab_size)
         peer.sessions[message.request] = Session(
             key,
             message.token_ids,

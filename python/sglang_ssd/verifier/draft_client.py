@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from sglang_ssd.algorithm.round_limit import CEILING_MS, RoundLimit
 from sglang_ssd.verifier.session import NOTHING_PROPOSED, ProposedRow, VerifierSession
 from sglang_ssd.wire.channel import LinkBroken, VerifierChannel
@@ -144,18 +146,25 @@ class DraftClient:
             if self._refusal is None:
                 self._send(Ping(self._next_ticket, [session.key.request for session in self._sessions]))
             elif self.channel.is_connected:
-                # Without a connection the greeting that was sent when it broke waits for the next one.
-                self.channel.send(self._hello)
+                # Without a connection the greeting that was sent when it broke waits for the next one. A draft that is
+                # stopped finds many when it goes on; all but the first tell it nothing.
+                self.greet()
             if self._unanswered_since_s is None:
                 self._unanswered_since_s = now
             elif now - self._unanswered_since_s > DOWN_AFTER_S:
-                # Nothing more is queued for it; what it then still holds is freed when it is greeted.
+                # Only greetings are queued for it now; what it then still holds is freed by the first.
                 self._start_over("it does not answer")
                 self._become("down")
 
     def ask_stats(self) -> bool:
         """Ask for the draft's counters; False when it is not there to answer."""
         return self.state == "alive" and self._send(Ping(self._next_ticket))
+
+    def learn_anew(self) -> None:
+        """The target has other weights: what the draft learnt of our rounds is forgotten. It is greeted again, so that
+        requests are opened there again."""
+        self.estimates = {}
+        self._start_over("what it learnt is of other weights of the target")
 
     def disconnect(self) -> None:
         if self.channel.is_connected:
@@ -342,6 +351,7 @@ class DraftClient:
                 session.is_held = False
                 session.ticket = None
             self._waited_since_s = None
+            self._hello = msgspec.structs.replace(self._hello, greeting=self._hello.greeting + 1)
             self.greet()
             self._last_ping_s = time.monotonic()
         self._refusal = reason

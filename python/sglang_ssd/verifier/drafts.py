@@ -52,6 +52,11 @@ class Drafts:
         for client in self.clients:
             client.tend()
 
+    def learn_anew(self) -> None:
+        """The target has other weights: no draft keeps what it learnt of our rounds."""
+        for client in self.clients:
+            client.learn_anew()
+
     def disconnect(self) -> None:
         for client in self.clients:
             client.disconnect()

@@ -114,6 +114,10 @@ class SSDScheduler(SchedulerBase):
         if self.stats is not None:
             self.draft_worker.forget(request)
 
+    def when_weights_changed(self) -> None:
+        if self.stats is not None:
+            self.draft_worker.learn_anew()
+
     def request_info(self, rid: str) -> dict[str, list]:
         if self.stats is None:
             return {}

@@ -83,6 +83,12 @@ class SSDWorker(SpecWorkerBase):
         self.drafts, self.stats, self._draft_temperature = drafts, stats, draft_temperature
         self._sampling, self._saguaro_c = sampling, saguaro_c
 
+    def learn_anew(self) -> None:
+        """The target has other weights: forget what rounds of the old ones taught, here and at the drafts."""
+        self._saguaro_c.forget()
+        if self.drafts is not None:
+            self.drafts.learn_anew()
+
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         self.settle()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():

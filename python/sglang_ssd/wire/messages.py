@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 #: More than anybody drafts; a draft sizes its estimators by what a verifier asks for.
 MAX_LOOKAHEAD, MAX_FAN_OUT_BUDGET = 64, 1024
 #: Widest law of a guess: tokens that a draft draws from in residual sampling. A verifier makes room for it in each row.
@@ -74,6 +74,8 @@ class Hello(_Message):
     ``lookahead`` tokens are proposed in a row, and ``fan_out_budget`` outcomes prepared per request and round; a budget of
     0 asks for ordinary (synchronous) speculative decoding. With ``adapts_lookahead`` and
     ``adapts_budget`` these are limits, within which the draft chooses what is fastest. ``context_length`` is the longest sequence the verifier can reach, in tokens.
+    ``greeting`` grows each time that the verifier begins anew: the draft then frees what it holds of it and forgets what
+    it learnt of its rounds. A Hello that it knows already, since its Welcome was not seen in time, changes nothing.
     """
 
     protocol_version: int
@@ -88,6 +90,7 @@ class Hello(_Message):
     fallback: FallbackName = "neural"
     adapts_lookahead: bool = False
     adapts_budget: bool = False
+    greeting: int = 0
 
 
 class Welcome(_Message):
