@@ -22,11 +22,13 @@ from typing import NamedTuple
 
 if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sgl-kernel" / "python"))
 
 import torch
 import triton
 
+from sglang_ssd.algorithm.target_law import SamplingLaw, add_bias, log_probs, penalise_run
 from sglang_ssd_kernel.cpu import draft_sampler as cpu_sampler
 from sglang_ssd_kernel.cpu import fork_attention as cpu_attention
 from sglang_ssd_kernel.cpu import target_draw as cpu_draw
@@ -515,6 +517,24 @@ def check_target_draw(check: Checker) -> dict:
     return {}
 
 
+def check_law(check: Checker) -> dict:
+    """What a verifier makes of its logits before it draws is what the host makes of them, and waits for nothing: the
+    overlapped loop hides its bookkeeping behind this."""
+    penalised = SamplingLaw(1.2, 2, frequency_penalty=0.5, min_new_tokens=9, stop_token_ids=(7, 8))
+    laws = [SamplingLaw(0.8, 1), SamplingLaw(), penalised, SamplingLaw(0.5, logit_bias=((3, 2.0), (5, -1.0)))]
+
+    def scores(logits: torch.Tensor) -> torch.Tensor:
+        for row, law in enumerate(laws):
+            penalise_run(logits[row, None], law, [1, 2, 2, 3], [])
+            add_bias(logits[row, None], law)
+        return log_probs(logits, laws)
+
+    logits = check.randn(len(laws), check.size.vocab_sizes[0], scale=3.0)
+    expected = scores(logits.cpu().clone())
+    torch.testing.assert_close(without_waiting(check, scores)(logits).cpu(), expected, rtol=1e-4, atol=1e-3)
+    return {}
+
+
 def time_target_draw(check: Checker) -> list[dict]:
     """Against Gumbel noise of the vocabulary's size, and a dense residual."""
     results, vocab_size, width = [], check.size.vocab_sizes[0], 8
@@ -585,6 +605,7 @@ CHECKS = (
     check_attention_table,
     check_sampler,
     check_target_draw,
+    check_law,
     check_sampler_graph,
     time_attention,
     time_sampler,

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_ssd.algorithm.host_values import from_host
+
 #: Candidates looked at before a whole vocabulary is sorted for top-p. Covers all but very flat laws.
 _NUM_SORTED_FIRST = 1024
 
@@ -77,12 +79,12 @@ def penalise_run(
         if law.counts_tokens and counts:
             _penalise(logits[j], law, counts)
         if len(output_ids) + j < law.min_new_tokens and law.stop_token_ids:
-            logits[j, list(law.stop_token_ids)] = -torch.inf
+            logits[j, from_host(law.stop_token_ids, torch.int64, logits.device)] = -torch.inf
 
 
 def _penalise(row: torch.Tensor, law: SamplingLaw, counts: Counter[int]) -> None:
-    ids = torch.tensor(list(counts), device=row.device)
-    times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
+    ids = from_host(list(counts), torch.int64, row.device)
+    times = from_host(list(counts.values()), row.dtype, row.device)
     scores = row[ids] - law.frequency_penalty * times - law.presence_penalty
     if law.repetition_penalty != 1.0:
         scores = torch.where(scores < 0, scores * law.repetition_penalty, scores / law.repetition_penalty)
@@ -93,7 +95,8 @@ def add_bias(logits: torch.Tensor, law: SamplingLaw) -> None:
     """Add the request's logit bias in place. logits: float [W, V]."""
     if law.logit_bias:
         ids, values = zip(*law.logit_bias, strict=True)
-        logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        index = from_host(ids, torch.int64, logits.device)
+        logits[:, index] += from_host(values, logits.dtype, logits.device)
 
 
 def log_probs(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:
@@ -107,7 +110,7 @@ def log_probs(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor
         return logits.float()
     scores = logits.float() if all(is_sampled) else logits.float().clone()
     rows = [i for i, sampled in enumerate(is_sampled) if sampled]
-    chosen = slice(None) if len(rows) == len(laws) else torch.tensor(rows, device=logits.device)
+    chosen = slice(None) if len(rows) == len(laws) else from_host(rows, torch.int64, logits.device)
     probs = probabilities(scores[chosen], [laws[i] for i in rows])
     if isinstance(chosen, slice):
         return probs.log_()
@@ -130,7 +133,7 @@ def truncate(probs: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:
     """Cut ``probs`` float32 [N, V] by top-k, top-p and min-p of each row's law, in place."""
     truncated = [i for i, law in enumerate(laws) if law.is_truncated]
     if truncated:
-        rows = torch.tensor(truncated, device=probs.device)
+        rows = from_host(truncated, torch.int64, probs.device)
         part = probs[rows]
         floor = _cut(part, [laws[i] for i in truncated])
         probs[rows] = part.masked_fill(part < floor, 0.0)
@@ -161,4 +164,4 @@ def _cut(probs: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:
 
 
 def _column(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.float32, device=like.device).view(-1, 1)
+    return from_host(list(values), torch.float32, like.device).view(-1, 1)

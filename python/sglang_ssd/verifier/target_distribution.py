@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_ssd.algorithm.host_values import from_host, to_device
 from sglang_ssd.algorithm.inverse_cdf import inverse_cdf
 from sglang_ssd.algorithm.shared_noise import Stream, seeded_uniforms
 from sglang_ssd.algorithm.target_law import SamplingLaw, add_bias, log_probs, penalise_run, probabilities
@@ -72,9 +73,9 @@ def decide_by_shared_noise(
     scores = log_probs(logits.view(-1, vocab_size), [row.law for row in rows for _ in range(width)])
     drawn = draw_and_agree(
         scores.view(num_rows, width, vocab_size),
-        torch.tensor([row.law.seed for row in rows], dtype=torch.int64, device=logits.device),
-        torch.tensor([row.position for row in rows], dtype=torch.int64, device=logits.device),
-        torch.tensor([row.law.is_greedy for row in rows], device=logits.device),
+        from_host([row.law.seed for row in rows], torch.int64, logits.device),
+        from_host([row.position for row in rows], torch.int64, logits.device),
+        from_host([row.law.is_greedy for row in rows], torch.bool, logits.device),
         draft_tokens,
         lengths,
     )
@@ -105,18 +106,18 @@ def decide_by_residual(
     sampled = [i for i, row in enumerate(rows) if not row.law.is_greedy]
     if not sampled:
         return decision
-    chosen = torch.tensor(sampled, device=logits.device)
     lookahead, device = draft_tokens.shape[1], logits.device
+    chosen = from_host(sampled, torch.int64, device)
     p = _normalised(logits[chosen], [rows[i] for i in sampled])
     q_ids, q_probs = _stack_laws([proposals[i] for i in sampled], lookahead, device)
-    seeds = torch.tensor([rows[i].law.seed for i in sampled], dtype=torch.int64, device=device)
-    starts = torch.tensor([rows[i].position for i in sampled], device=device)
+    seeds = from_host([rows[i].law.seed for i in sampled], torch.int64, device)
+    starts = from_host([rows[i].position for i in sampled], torch.int64, device)
     depths = torch.arange(lookahead, device=device)
     verdict = verify_residual(
         p,
         draft_tokens[chosen],
         lengths[chosen],
-        torch.tensor([not proposals[i].q_ids for i in sampled], device=device),
+        from_host([not proposals[i].q_ids for i in sampled], torch.bool, device),
         q_ids,
         q_probs,
         seeded_uniforms(seeds[:, None].expand(-1, lookahead), starts[:, None] + depths, Stream.ACCEPT),
@@ -134,10 +135,10 @@ def draw_first_by_residual(logits: torch.Tensor, rows: list[TargetRow]) -> torch
     tokens = logits[:, 0].argmax(dim=-1)
     sampled = [i for i, row in enumerate(rows) if not row.law.is_greedy]
     if sampled:
-        chosen = torch.tensor(sampled, device=logits.device)
+        chosen = from_host(sampled, torch.int64, logits.device)
         p = _normalised(logits[chosen], [rows[i] for i in sampled])[:, 0]
-        seeds = torch.tensor([rows[i].law.seed for i in sampled], dtype=torch.int64, device=logits.device)
-        starts = torch.tensor([rows[i].position for i in sampled], device=logits.device)
+        seeds = from_host([rows[i].law.seed for i in sampled], torch.int64, logits.device)
+        starts = from_host([rows[i].position for i in sampled], torch.int64, logits.device)
         tokens[chosen] = inverse_cdf(p, seeded_uniforms(seeds, starts, Stream.BONUS))
     return tokens
 
@@ -164,4 +165,4 @@ def _stack_laws(proposals: list[ProposedRow], lookahead: int, device) -> tuple[t
             shipped_probs = torch.frombuffer(bytearray(proposal.q_probs), dtype=torch.float32)
             ids[i, :length, :width] = shipped_ids.view(length, width)
             probs[i, :length, :width] = shipped_probs.view(length, width)
-    return ids.to(device), probs.to(device)
+    return to_device(ids, device), to_device(probs, device)

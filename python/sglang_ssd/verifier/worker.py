@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_ssd.algorithm.host_values import from_host
 from sglang_ssd.algorithm.online_choice import OnlineChoice
 from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.bridge.constraints import has_processors
@@ -351,5 +352,5 @@ def pad(proposals: list[ProposedRow], lookahead: int, device) -> tuple[torch.Ten
     """Proposals as tensors: int64 [B, lookahead] token ids, padded with token 0, and int64 [B] lengths."""
     rows = [[*proposal.token_ids, *[0] * (lookahead - len(proposal.token_ids))] for proposal in proposals]
     lengths = [len(proposal.token_ids) for proposal in proposals]
-    tokens = torch.tensor(rows, dtype=torch.int64, device=device).view(len(proposals), lookahead)
-    return tokens, torch.tensor(lengths, device=device)
+    tokens = from_host(rows, torch.int64, device).view(len(proposals), lookahead)
+    return tokens, from_host(lengths, torch.int64, device)

@@ -1,0 +1,21 @@
+"""Numbers of the host as tensors of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def from_host(values: Sequence, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """``values`` as a tensor on ``device``, without waiting for what it still computes."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy of a tensor of the host; itself where ``device`` is the CPU. From pinned memory, since a copy from any other
+    waits for all that the stream holds."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
