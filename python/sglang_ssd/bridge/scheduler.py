@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class SchedulerBase(Scheduler):
-    """Calls ``refusal``, ``before_result``, ``after_batch``, ``when_idle``, ``when_aborted``, ``when_weights_changed``,
-    ``state`` and ``request_info`` of its subclass."""
+    """Calls ``refusal``, ``before_result``, ``before_pause``, ``after_batch``, ``when_idle``, ``when_aborted``,
+    ``when_weights_changed``, ``state`` and ``request_info`` of its subclass."""
 
     def refusal(self, sampling_params, request) -> str | None:
         """One line that names what cannot be served, None when all of it can."""
@@ -32,6 +32,9 @@ class SchedulerBase(Scheduler):
 
     def before_result(self, result) -> None:
         """Runs before the bookkeeping of a batch: in the overlapped loop, the next one may be under way."""
+
+    def before_pause(self) -> None:
+        """Runs when the engine is paused: in the overlapped loop, a batch may be under way."""
 
     def after_batch(self) -> None:
         """Runs after the bookkeeping of every batch."""
@@ -97,6 +100,10 @@ class SchedulerBase(Scheduler):
         self.before_result(result)
         super().process_batch_result(batch, result)
         self.after_batch()
+
+    def pause_generation(self, recv_req) -> None:
+        self.before_pause()
+        super().pause_generation(recv_req)
 
     def on_idle(self) -> None:
         self.when_idle()

@@ -21,6 +21,7 @@ SEAMS = (
     Seam("sglang.srt.managers.scheduler:Scheduler.handle_generate_request", ("self", "recv_req")),
     Seam("sglang.srt.managers.scheduler:Scheduler.send_abort_output", ("self", "abort_req", "req")),
     Seam("sglang.srt.managers.scheduler:Scheduler.process_batch_result", ("self", "batch", "result")),
+    Seam("sglang.srt.managers.scheduler:Scheduler.pause_generation", ("self", "recv_req")),
     Seam("sglang.srt.managers.scheduler:Scheduler.on_idle", ("self",)),
     Seam("sglang.srt.managers.scheduler:Scheduler.is_fully_idle", ("self",)),
     Seam("sglang.srt.managers.scheduler:Scheduler.record_weight_version_change", ("self", "new_version")),
