@@ -57,6 +57,14 @@ class InFlight(NamedTuple):
     is_plain: bool = False
 
 
+class CommittedRow(NamedTuple):
+    """What one row of a settled forward verified, and the tokens that it emitted."""
+
+    session: VerifierSession
+    proposal: ProposedRow
+    tokens: list[int]
+
+
 class SSDWorker(SpecWorkerBase):
     """Verifies proposals of a draft in another process. TP rank 0 speaks to it; all ranks run the same rounds."""
 
@@ -212,25 +220,26 @@ class SSDWorker(SpecWorkerBase):
         self._in_flight = None
         emitted = emitted_tokens(forward.result)
         forward_ms = (time.perf_counter() - forward.launched_s) * 1e3
+        proposals = forward.proposals or [NOTHING_PROPOSED] * len(emitted)
         committed = [
-            (session, tokens)
-            for session, tokens in zip(forward.sessions, emitted, strict=True)
+            CommittedRow(session, proposal, tokens)
+            for session, proposal, tokens in zip(forward.sessions, proposals, emitted, strict=True)
             if session is not None and session.is_current
         ]
-        for session, tokens in committed:
+        for session, _, tokens in committed:
             session.tokens.extend(tokens)
         # The draft learns what a verify takes, not what a plain step or a prompt does.
         verifies = forward.proposals is not None and not forward.is_plain
         self._send_outcomes(committed, forward_ms if verifies else 0.0)
-        self._count(forward, emitted, forward_ms)
+        self._count(forward, committed, forward_ms)
 
-    def _send_outcomes(self, committed: list[tuple[VerifierSession, list[int]]], verify_ms: float) -> None:
+    def _send_outcomes(self, committed: list[CommittedRow], verify_ms: float) -> None:
         """The first token of a prompt is an outcome too: nothing was proposed, and the bonus token is known."""
-        outcomes = [RowOutcome(session, len(tokens) - 1, tokens[-1]) for session, tokens in committed]
+        outcomes = [RowOutcome(session, len(tokens) - 1, tokens[-1]) for session, _, tokens in committed]
         if self.drafts is not None:
             self.drafts.send_outcomes(outcomes, self._saguaro_c.current, verify_ms)
 
-    def _count(self, forward: InFlight, emitted: list[list[int]], forward_ms: float) -> None:
+    def _count(self, forward: InFlight, committed: list[CommittedRow], forward_ms: float) -> None:
         if self.drafts is not None:
             self.drafts.limit.observe_forward(forward_ms)
         if self.stats is None:
@@ -239,20 +248,17 @@ class SSDWorker(SpecWorkerBase):
         self.stats.count_unusable(
             malformed_laws=num_malformed, non_finite_logits=count_non_finite(forward.largest)
         )
-        if forward.proposals is None:
+        # The overlapped loop verifies once more for requests that have ended.
+        if forward.proposals is None or not committed:
             return
         records, num_first, num_first_hits = [], 0, 0
-        for session, proposal, tokens in zip(forward.sessions, forward.proposals, emitted, strict=True):
-            if session is None or not session.is_current:
-                continue
+        for session, proposal, tokens in committed:
             record = RoundRecord(proposal.source, len(proposal.token_ids), len(tokens))
             session.num_rounds += 1
             session.new_records.append(record)
             records.append(record)
             num_first += session.num_rounds == 1
             num_first_hits += session.num_rounds == 1 and record.source == "hit"
-        if not records:
-            return  # The overlapped loop verified once more for requests that had ended.
         num_emitted = sum(record.accept_length for record in records)
         self._saguaro_c.observe(num_emitted, forward.wait_ms + forward_ms)
         self.stats.add_round(records, num_first, num_first_hits, forward.wait_ms, forward_ms)
