@@ -168,6 +168,16 @@ class Server:
         held = wait_for(lambda: not (held := self._held()) or held, timeout_s)
         assert held is True, f"still held: {held}"
 
+    def wait_until_alive(self, timeout_s: float = 15.0) -> None:
+        """Wait until all drafts of all ranks are: one answer that is late makes a draft degraded until it speaks again.
+        Raises AssertionError with the states."""
+
+        def states() -> list[str]:
+            return [draft["state"] for state in self.ssd_states() for draft in state["drafts"]]
+
+        seen = wait_for(lambda: set(seen := states()) == {"alive"} or seen, timeout_s)
+        assert seen is True, seen
+
     def _held(self) -> dict[str, int]:
         states = self.ssd_states()
         draft = states[-1]["draft"]
