@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -10,6 +11,13 @@ import torch
 def from_host(values: Sequence, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """``values`` as a tensor on ``device``, without waiting for what it still computes."""
     return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+@lru_cache(maxsize=1024)
+def constant(values: tuple, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """``from_host`` for values that come again round after round, such as the laws of the same rows: one tensor, made once,
+    and never to be written to. Made and read on one stream."""
+    return from_host(values, dtype, device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

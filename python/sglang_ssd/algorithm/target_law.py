@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ssd.algorithm.host_values import from_host
+from sglang_ssd.algorithm.host_values import constant, from_host
 
 #: Candidates looked at before a whole vocabulary is sorted for top-p. Covers all but very flat laws.
 _NUM_SORTED_FIRST = 1024
@@ -110,7 +110,7 @@ def log_probs(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor
         return logits.float()
     scores = logits.float() if all(is_sampled) else logits.float().clone()
     rows = [i for i, sampled in enumerate(is_sampled) if sampled]
-    chosen = slice(None) if len(rows) == len(laws) else from_host(rows, torch.int64, logits.device)
+    chosen = slice(None) if len(rows) == len(laws) else constant(tuple(rows), torch.int64, logits.device)
     probs = probabilities(scores[chosen], [laws[i] for i in rows])
     if isinstance(chosen, slice):
         return probs.log_()
@@ -133,7 +133,7 @@ def truncate(probs: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:
     """Cut ``probs`` float32 [N, V] by top-k, top-p and min-p of each row's law, in place."""
     truncated = [i for i, law in enumerate(laws) if law.is_truncated]
     if truncated:
-        rows = from_host(truncated, torch.int64, probs.device)
+        rows = constant(tuple(truncated), torch.int64, probs.device)
         part = probs[rows]
         floor = _cut(part, [laws[i] for i in truncated])
         probs[rows] = part.masked_fill(part < floor, 0.0)
@@ -164,4 +164,4 @@ def _cut(probs: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:
 
 
 def _column(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
-    return from_host(list(values), torch.float32, like.device).view(-1, 1)
+    return constant(tuple(values), torch.float32, like.device).view(-1, 1)

@@ -63,14 +63,16 @@ def apply_processors(batch, outputs: list[tuple[list[int], list[int]]], logits: 
         for row in entry.rows:
             output_ids, run = outputs[row]
             for j in range(min(len(run), logits.shape[1] - 1) + 1):
-                params = _params_at(info.custom_params[row], [*output_ids, *run[:j]])
+                params = _params_at(info.custom_params[row], output_ids, run[:j])
                 logits[row, j] = entry.processor(logits[row, j : j + 1], [params])[0].to(logits.dtype)
 
 
-def _params_at(params: dict[str, Any] | None, output_ids: list[int]) -> dict[str, Any] | None:
-    if not params or "__req__" not in params or len(params["__req__"].output_ids) == len(output_ids):
+def _params_at(params: dict[str, Any] | None, output_ids: list[int], run: list[int]) -> dict[str, Any] | None:
+    """The processor's parameters with the request as it will be after ``run``."""
+    request = (params or {}).get("__req__")
+    if request is None or len(request.output_ids) == len(output_ids) + len(run):
         return params
-    return {**params, "__req__": _RequestAt(params["__req__"], output_ids)}
+    return {**params, "__req__": _RequestAt(request, [*output_ids, *run])}
 
 
 class _RequestAt:

@@ -12,6 +12,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
+from sglang_ssd.algorithm.host_values import constant
 from sglang_ssd.algorithm.target_law import SamplingLaw, truncate
 from sglang_ssd.bridge.requests import request_seed
 from sglang_ssd_kernel import draw_and_agree
@@ -22,19 +23,31 @@ class SharedNoiseSampler(Sampler):
 
     def _sample_from_probs(self, probs, sampling_info: SamplingBatchInfo, positions, simple_sampling_case):
         top_ks = sampling_info.top_ks.tolist()
+        is_greedy = tuple(top_k <= 1 for top_k in top_ks)
         laws = [
-            SamplingLaw(temperature=1.0, top_k=0 if top_k >= TOP_K_ALL else top_k, top_p=top_p, min_p=min_p)
-            for top_k, top_p, min_p in zip(
-                top_ks, sampling_info.top_ps.tolist(), sampling_info.min_ps.tolist(), strict=True
+            # An argmax is the same whatever else is cut.
+            SamplingLaw()
+            if greedy
+            else SamplingLaw(
+                temperature=1.0, top_k=0 if top_k >= TOP_K_ALL else top_k, top_p=top_p, min_p=min_p
+            )
+            for greedy, top_k, top_p, min_p in zip(
+                is_greedy, top_ks, sampling_info.top_ps.tolist(), sampling_info.min_ps.tolist(), strict=True
             )
         ]
-        is_greedy = torch.tensor([top_k <= 1 for top_k in top_ks], device=probs.device)
         # A copy: SGLang reads the logprobs of the whole law off ``probs`` afterwards.
         scores = truncate(probs.clone(), laws).log_()
         seeds = sampling_info.sampling_seed
         no_tokens, no_lengths = seeds.new_zeros(seeds.shape[0], 0), torch.zeros_like(seeds)
         positions = positions.to(torch.int64).contiguous()
-        drawn = draw_and_agree(scores.unsqueeze(1), seeds, positions, is_greedy, no_tokens, no_lengths)
+        drawn = draw_and_agree(
+            scores.unsqueeze(1),
+            seeds,
+            positions,
+            constant(is_greedy, torch.bool, probs.device),
+            no_tokens,
+            no_lengths,
+        )
         return drawn.token_ids[:, 0], None
 
 

@@ -44,11 +44,7 @@ SEAMS = (
     Seam("sglang.srt.speculative.base_spec_worker:BaseSpecWorker.note_request_finished", ("self", "rid")),
     Seam(
         "sglang.srt.speculative.dflash_info:DFlashVerifyInput.prepare_for_verify",
-        ("self", "batch", "target_worker"),
-    ),
-    Seam(
-        "sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_uniform_func",
-        ("req_pool_indices", "req_to_token", "start_offset", "batch_size", "draft_token_num", "device"),
+        ("self", "batch", "target_worker", "defer_metadata_init"),
     ),
     Seam("sglang.srt.layers.logprob_processor:compute_spec_logprobs", ("batch", "logits_output", "predict")),
     Seam(

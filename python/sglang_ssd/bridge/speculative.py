@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -60,10 +59,11 @@ def register_algorithm(worker_class: type) -> None:
 
 class Verified(NamedTuple):
     """One forward of the target. logits: float [B, W, V], row j is the target's law of the token after input j (W is
-    K+1 or less in a verify, 1 after a prompt); bonus_tokens: int64 [B], the pending tokens that a verify began with."""
+    K+1 or less in a verify, 1 after a prompt); token_ids: int64 [B, W], what a verify read: the pending tokens and the
+    proposals."""
 
     logits: torch.Tensor
-    bonus_tokens: torch.Tensor
+    token_ids: torch.Tensor
     result: GenerationBatchResult
 
 
@@ -146,31 +146,30 @@ class SpecWorkerBase(BaseSpecWorker):
         are undone by the scheduler.
         """
         num_rows, width = batch.seq_lens.shape[0], draft_tokens.shape[1] + 1
-        seq_lens, bonus_tokens = batch.seq_lens, batch.spec_info.bonus_tokens
-        tokens = torch.cat([bonus_tokens.view(-1, 1), draft_tokens], dim=1)
+        seq_lens = batch.seq_lens
+        token_ids = torch.cat([batch.spec_info.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
         positions = seq_lens.view(-1, 1) + torch.arange(width, device=seq_lens.device)
-        pool = batch.req_to_token_pool
-        batch.out_cache_loc = assign_extend_cache_locs_uniform_func(
-            batch.req_pool_indices, pool.req_to_token, seq_lens, num_rows, width, seq_lens.device
-        )
+        slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices.view(-1, 1), positions]
+        batch.out_cache_loc = slots.view(-1).to(torch.int64)
         if batch.seq_lens_cpu is not None:
             # Host-planned backends (FlashInfer) split KV by these lengths and drop what lies beyond them.
             batch.seq_lens_cpu = batch.seq_lens_cpu + width
             batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         verify_input = DFlashVerifyInput(
-            draft_token=tokens.view(-1),
+            draft_token=token_ids.view(-1),
             positions=positions.view(-1),
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        forward_batch, can_run_cuda_graph = verify_input.prepare_for_verify(batch, self.target_worker)
+        # The forward lays out its attention itself, eagerly or for a graph: once.
+        forward_batch, _ = verify_input.prepare_for_verify(
+            batch, self.target_worker, defer_metadata_init=True
+        )
         result = self.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+            batch=None, forward_batch=forward_batch, is_verify=True
         )
-        result.can_run_cuda_graph = can_run_cuda_graph
-        return Verified(
-            result.logits_output.next_token_logits.view(num_rows, width, -1), bonus_tokens, result
-        )
+        logits = result.logits_output.next_token_logits
+        return Verified(logits.view(num_rows, width, -1), token_ids, result)
 
     def verify_result(
         self, verified: Verified, token_ids: torch.Tensor, num_accepted: torch.Tensor
@@ -184,16 +183,17 @@ class SpecWorkerBase(BaseSpecWorker):
             speculative_num_draft_tokens=token_ids.shape[1],
         )
 
-    def complete_verify(self, batch, result: GenerationBatchResult, on_publish) -> GenerationBatchResult:
-        """Add what the scheduler needs for the next round to a ``verify_result``."""
+    def complete_verify(
+        self, batch, result: GenerationBatchResult, num_accepted: torch.Tensor, on_publish
+    ) -> GenerationBatchResult:
+        """Add what the scheduler needs for the next round to a ``verify_result``. num_accepted: int64 [B]."""
         width = result.speculative_num_draft_tokens
         new_seq_lens = batch.seq_lens + result.accept_lens
         if batch.return_logprob:
             compute_spec_logprobs(batch, result.logits_output, result.next_token_ids, chain_stride=width)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        last_emitted = (result.accept_lens - 1).to(torch.int64).view(-1, 1)
-        bonus = result.next_token_ids.view(-1, width).gather(1, last_emitted).view(-1)
+        bonus = result.next_token_ids.view(-1, width).gather(1, num_accepted.view(-1, 1)).view(-1)
         result.next_draft_input = self._next_input(bonus, new_seq_lens)
         result.new_seq_lens = new_seq_lens
         return result

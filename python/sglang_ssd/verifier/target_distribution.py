@@ -5,11 +5,12 @@ The first token after a prompt and the verified ones go through the same code: a
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
-from sglang_ssd.algorithm.host_values import from_host, to_device
+from sglang_ssd.algorithm.host_values import constant, from_host, to_device
 from sglang_ssd.algorithm.inverse_cdf import inverse_cdf
 from sglang_ssd.algorithm.shared_noise import Stream, seeded_uniforms
 from sglang_ssd.algorithm.target_law import SamplingLaw, add_bias, log_probs, penalise_run, probabilities
@@ -49,16 +50,16 @@ def adjust_logits(
 def count_non_finite(largest: torch.Tensor) -> int:
     """Positions whose logits hold NaN or +inf, of which these are the largest: NaN wins every maximum, and compares to
     nothing. NaN is never drawn, so they stay harmless, but something is wrong with the model."""
-    return int((~(largest < torch.inf)).sum())
+    return sum(not value < math.inf for row in largest.tolist() for value in row)
 
 
 class Decision(NamedTuple):
     """What a verification decided. token_ids: int64 [B, K+1], of which the first ``num_accepted + 1`` are emitted;
-    num_accepted: int64 [B]; num_malformed: int64 [], proposed tokens whose law could not be used."""
+    num_accepted: int64 [B]; num_malformed: int64 [], proposed tokens whose law could not be used, None where none is read."""
 
     token_ids: torch.Tensor
     num_accepted: torch.Tensor
-    num_malformed: torch.Tensor
+    num_malformed: torch.Tensor | None
 
 
 def decide_by_shared_noise(
@@ -73,13 +74,13 @@ def decide_by_shared_noise(
     scores = log_probs(logits.view(-1, vocab_size), [row.law for row in rows for _ in range(width)])
     drawn = draw_and_agree(
         scores.view(num_rows, width, vocab_size),
-        from_host([row.law.seed for row in rows], torch.int64, logits.device),
+        constant(tuple(row.law.seed for row in rows), torch.int64, logits.device),
         from_host([row.position for row in rows], torch.int64, logits.device),
-        from_host([row.law.is_greedy for row in rows], torch.bool, logits.device),
+        constant(tuple(row.law.is_greedy for row in rows), torch.bool, logits.device),
         draft_tokens,
         lengths,
     )
-    return Decision(drawn.token_ids, drawn.num_accepted, lengths.new_zeros(()))
+    return Decision(drawn.token_ids, drawn.num_accepted, None)
 
 
 def draw_first_by_shared_noise(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
@@ -107,10 +108,10 @@ def decide_by_residual(
     if not sampled:
         return decision
     lookahead, device = draft_tokens.shape[1], logits.device
-    chosen = from_host(sampled, torch.int64, device)
+    chosen = constant(tuple(sampled), torch.int64, device)
     p = _normalised(logits[chosen], [rows[i] for i in sampled])
     q_ids, q_probs = _stack_laws([proposals[i] for i in sampled], lookahead, device)
-    seeds = from_host([rows[i].law.seed for i in sampled], torch.int64, device)
+    seeds = constant(tuple(rows[i].law.seed for i in sampled), torch.int64, device)
     starts = from_host([rows[i].position for i in sampled], torch.int64, device)
     depths = torch.arange(lookahead, device=device)
     verdict = verify_residual(
@@ -135,9 +136,9 @@ def draw_first_by_residual(logits: torch.Tensor, rows: list[TargetRow]) -> torch
     tokens = logits[:, 0].argmax(dim=-1)
     sampled = [i for i, row in enumerate(rows) if not row.law.is_greedy]
     if sampled:
-        chosen = from_host(sampled, torch.int64, logits.device)
+        chosen = constant(tuple(sampled), torch.int64, logits.device)
         p = _normalised(logits[chosen], [rows[i] for i in sampled])[:, 0]
-        seeds = from_host([rows[i].law.seed for i in sampled], torch.int64, logits.device)
+        seeds = constant(tuple(rows[i].law.seed for i in sampled), torch.int64, logits.device)
         starts = from_host([rows[i].position for i in sampled], torch.int64, logits.device)
         tokens[chosen] = inverse_cdf(p, seeded_uniforms(seeds, starts, Stream.BONUS))
     return tokens

@@ -9,11 +9,13 @@ round T+1 run while the device verifies round T, and nothing but the settling wa
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from sglang_ssd.algorithm.host_values import from_host
+from sglang_ssd.algorithm.guess_worth import GuessWorth
+from sglang_ssd.algorithm.host_values import constant, from_host
 from sglang_ssd.algorithm.online_choice import OnlineChoice
 from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.bridge.constraints import has_processors
@@ -45,6 +47,7 @@ class InFlight(NamedTuple):
     largest, num_malformed: on the host once the result is, as ``adjust_logits`` and ``Decision`` tell of them.
     wait_ms:   what the round waited for its proposals.
     is_plain:  it verified nothing.
+    is_alone:  no draft held any of its rows.
     """
 
     result: Any
@@ -55,6 +58,7 @@ class InFlight(NamedTuple):
     launched_s: float
     wait_ms: float = 0.0
     is_plain: bool = False
+    is_alone: bool = False
 
 
 class CommittedRow(NamedTuple):
@@ -78,6 +82,7 @@ class SSDWorker(SpecWorkerBase):
         self._draft_temperature: float | None = None
         self._sampling: Sampling = "shared-noise"
         self._saguaro_c = OnlineChoice((1.0,))
+        self._guess_worth = GuessWorth()
 
     def attach(
         self,
@@ -95,6 +100,7 @@ class SSDWorker(SpecWorkerBase):
     def learn_anew(self) -> None:
         """The target has other weights: forget what rounds of the old ones taught, here and at the drafts."""
         self._saguaro_c.forget()
+        self._guess_worth.forget()
         if self.drafts is not None:
             self.drafts.learn_anew()
 
@@ -151,13 +157,14 @@ class SSDWorker(SpecWorkerBase):
                 sessions,
                 proposals,
                 to_host(largest),
-                to_host(decision.num_malformed),
+                None if decision.num_malformed is None else to_host(decision.num_malformed),
                 launched_s,
                 (launched_s - started_s) * 1e3,
                 is_plain,
+                is_alone(sessions),
             )
         )
-        return self.complete_verify(batch, result, on_publish)
+        return self.complete_verify(batch, result, decision.num_accepted, on_publish)
 
     def _collect(self, sessions: list[VerifierSession | None]) -> list[ProposedRow]:
         """One proposal a row, the same on all ranks."""
@@ -173,6 +180,11 @@ class SSDWorker(SpecWorkerBase):
                 else session.propose_ngram(self.lookahead)
                 for session in sessions
             ]
+            num_guesses = sum(bool(proposal.token_ids) for proposal in proposals)
+            # Without a guess the verify would be narrower.
+            is_narrower = self.can_narrow and num_guesses and is_alone(known)
+            if is_narrower and not self._guess_worth.is_worth(num_guesses, len(proposals)):
+                proposals = [NOTHING_PROPOSED] * len(sessions)
         return broadcast_from_first_rank(proposals)
 
     def _rows(self, batch, sessions, proposals) -> list[TargetRow]:
@@ -198,8 +210,7 @@ class SSDWorker(SpecWorkerBase):
         lengths: torch.Tensor,
     ) -> tuple[Decision, torch.Tensor]:
         """Which proposed tokens stand and what follows them, and the largest logits."""
-        verify_ids = torch.cat([verified.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
-        largest = adjust_logits(verified.logits, rows, batch, verify_ids)
+        largest = adjust_logits(verified.logits, rows, batch, verified.token_ids)
         if self._sampling == "residual":
             return decide_by_residual(verified.logits, rows, proposals, draft_tokens, lengths), largest
         return decide_by_shared_noise(verified.logits, rows, draft_tokens, lengths), largest
@@ -261,6 +272,9 @@ class SSDWorker(SpecWorkerBase):
             num_first_hits += session.num_rounds == 1 and record.source == "hit"
         num_emitted = sum(record.accept_length for record in records)
         self._saguaro_c.observe(num_emitted, forward.wait_ms + forward_ms)
+        if forward.is_alone:
+            num_guesses = sum(record.num_proposed > 0 for record in records)
+            self._guess_worth.observe(num_guesses, num_emitted - len(records), forward_ms)
         self.stats.add_round(records, num_first, num_first_hits, forward.wait_ms, forward_ms)
 
     # -- sessions ------------------------------------------------------------------------------------------------
@@ -354,9 +368,14 @@ class SSDWorker(SpecWorkerBase):
         return self._num_requests
 
 
+def is_alone(sessions: Iterable[VerifierSession | None]) -> bool:
+    """Whether no draft holds any of these."""
+    return not any(session is not None and session.is_held for session in sessions)
+
+
 def pad(proposals: list[ProposedRow], lookahead: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Proposals as tensors: int64 [B, lookahead] token ids, padded with token 0, and int64 [B] lengths."""
     rows = [[*proposal.token_ids, *[0] * (lookahead - len(proposal.token_ids))] for proposal in proposals]
-    lengths = [len(proposal.token_ids) for proposal in proposals]
+    lengths = tuple(len(proposal.token_ids) for proposal in proposals)
     tokens = from_host(rows, torch.int64, device).view(len(proposals), lookahead)
-    return tokens, from_host(lengths, torch.int64, device)
+    return tokens, constant(lengths, torch.int64, device)
