@@ -12,11 +12,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmark"))
 
+import cpu_kernels
 import e2e
 import emulated
 import exactness
@@ -212,6 +214,26 @@ def test_results_and_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert str(tmp_path) not in args.out.read_text(encoding="utf-8")
     assert args.out.with_suffix(".png").stat().st_size > 0
     assert "Theorem 7" in capsys.readouterr().out
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_compared_with_each_alternative(tmp_path: Path) -> None:
+    sizes = {"--branches": 3, "--prefix": 20, "--depth": 2, "--rows": 2, "--vocab-size": 300, "--turns": 2}
+    out = tmp_path / "kernels.json"
+    arguments = [str(part) for pair in sizes.items() for part in pair]
+    assert cpu_kernels.main([*arguments, "--dtype", "float32", "--out", str(out)]) == 0
+    ratios = json.loads(out.read_text(encoding="utf-8"))["ratios"]
+    assert {ratio["operation"] for ratio in ratios if ratio["times_as_fast"] is None} == {"its layout"}
+    assert sum(ratio["operation"] == "fork attention" for ratio in ratios) == 3
+    assert all(ratio["ours_ms"] > 0 for ratio in ratios)
+
+
+def test_a_kernel_that_answers_wrongly_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu_kernels, "fork_attention", lambda q, *_: torch.zeros_like(q))
+    with pytest.raises(SystemExit, match="fork attention: off by"):
+        cpu_kernels.main(["--prefix", "20", "--vocab-size", "300", "--out", str(tmp_path / "kernels.json")])
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmark"))
 
+import draft_down
 import load
 import report
 import storm
@@ -128,25 +129,49 @@ def test_what_is_held_is_named():
 
 
 @pytest.mark.parametrize(
-    ("changes", "speed", "exit_code"),
+    ("changes", "exit_code"),
     [
-        ({}, 9.1, 0),
-        ({}, 8.9, 1),
-        ({"num_lost": 1}, 10.0, 1),
-        ({"num_wrong": 1}, 10.0, 1),
-        ({"held_after": {"open_sessions": 1}}, 10.0, 1),
-        ({"drafts_died": 1}, 10.0, 1),
+        ({}, 0),
+        ({"num_lost": 1}, 1),
+        ({"num_wrong": 1}, 1),
+        ({"held_after": {"open_sessions": 1}}, 1),
+        ({"drafts_died": 1}, 1),
     ],
 )
-def test_exit_code_of_a_storm(tmp_path, changes, speed, exit_code):
+def test_exit_code_of_a_storm(tmp_path, changes, exit_code):
     args = storm.parse(["--out", str(tmp_path / "storm.json")])
     outcome = storm.Outcome(3, 0, 0, {"hit": 5})
     rest = {"held_after": {}, "drafts_died": 0}
     outcome = outcome._replace(**{k: v for k, v in changes.items() if k in outcome._fields})
     rest |= {k: v for k, v in changes.items() if k in rest}
-    speeds = {"draft down": [speed], "off": [10.0]}
-    assert storm.report(args, report.machine_facts(), outcome, rest, speeds) == exit_code
-    assert json.loads(args.out.read_text(encoding="utf-8"))["share_of_plain_without_draft"] == speed / 10
+    assert storm.report(args, report.machine_facts(), outcome, rest) == exit_code
+    assert json.loads(args.out.read_text(encoding="utf-8"))["num_wrong"] == outcome.num_wrong
+
+
+# -- a draft that is down ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speeds", "num_wrong", "exit_code"),
+    [([9.1, 9.5, 2.0], 0, 0), ([8.9, 8.8, 12.0], 0, 1), ([10.0, 10.0, 10.0], 1, 1)],
+)
+def test_exit_code_without_a_draft_is_that_of_the_median_turn(tmp_path, speeds, num_wrong, exit_code):
+    args = draft_down.parse(["--pair", "test", "--out", str(tmp_path / "down.json")])
+    turns = [
+        draft_down.Turn({"draft down": speed, "off": 10.0}, num_wrong, {"none": 3, "ngram": 1})
+        for speed in speeds
+    ]
+    assert draft_down.report(args, report.machine_facts(), turns) == exit_code
+    written = json.loads(args.out.read_text(encoding="utf-8"))
+    assert written["share_of_plain"] == sorted(speeds)[1] / 10
+    assert written["num_wrong"] == 3 * num_wrong
+
+
+def test_half_of_the_requests_without_a_draft_are_sampled():
+    requests = draft_down.make_requests([[1, 2], [3]], 4, max_tokens=5, seed=1)
+    assert [request.input_ids for request in requests] == [[1, 2], [3], [1, 2], [3]]
+    assert [request.sampling["temperature"] for request in requests] == [0, 0.8, 0, 0.8]
+    assert len({request.sampling["sampling_seed"] for request in requests}) == 4
 
 
 # -- load --------------------------------------------------------------------------------------------------------
