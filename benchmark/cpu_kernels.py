@@ -149,8 +149,9 @@ def attention_contests(branches: Branches, tolerance: float) -> list[Contest]:
     keys, values = (tensor.contiguous() for tensor in gathered(branches))
 
     def sdpa(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        q = branches.q[:, :, None]
-        return scaled_dot_product_attention(q, keys, values, scale=branches.scaling, enable_gqa=True)[:, :, 0]
+        # Query heads that share a key head as its rows: several times as fast as enable_gqa.
+        q = branches.q.view(-1, NUM_KV_HEADS, NUM_HEADS // NUM_KV_HEADS, HEAD_WIDTH)
+        return scaled_dot_product_attention(q, keys, values, scale=branches.scaling).flatten(1, 2)
 
     def ours() -> torch.Tensor:
         return fork_attention(branches.q, branches.k_pool, branches.v_pool, plan, branches.scaling)
