@@ -4,7 +4,7 @@
   torch_native backend with one decode row a branch, and against scaled_dot_product_attention of one batch, whose keys and
   values were gathered before or are gathered each time. The rows' layout, made once a forward, is timed beside it.
 - The draft's samplers under both laws, against torch's topk, softmax and multinomial.
-- The target's draws under shared noise, against torch's softmax and multinomial.
+- The target's draws under shared noise from log p, against torch's exp and multinomial.
 
 The answers are looked at first. Then all take turns; a ratio is the median over the turns, each within one turn.
 """
@@ -37,6 +37,7 @@ from sglang_ssd_kernel import (
 from sglang_ssd_kernel.cpu.draft_sampler import Drafted
 from sglang_ssd_kernel.cpu.draft_sampler import reference as reference_sample
 from sglang_ssd_kernel.cpu.fork_attention import reference as reference_attention
+from sglang_ssd_kernel.cpu.target_draw import reference as reference_draw
 
 #: Of Qwen2.5-0.5B, the demo pair's draft.
 NUM_HEADS, NUM_KV_HEADS, HEAD_WIDTH = 14, 2, 64
@@ -198,7 +199,9 @@ def sampling_contests(num_rows: int, vocab_size: int, random: torch.Generator) -
             raise SystemExit(f"{name}: not the tokens of the reference")
     log_probs = torch.log_softmax(logits / 0.8, dim=-1).unsqueeze(1)
     proposal = torch.zeros(num_rows, 0, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64)
-
+    draws = (log_probs, *columns[1:], *proposal)
+    if not torch.equal(draw_and_agree(*draws).token_ids, reference_draw(*draws).token_ids):
+        raise SystemExit("target's draw from log p: not the tokens of the reference")
     return [
         *(
             Contest(name, sample, {"topk, softmax, multinomial": in_torch})
@@ -206,7 +209,7 @@ def sampling_contests(num_rows: int, vocab_size: int, random: torch.Generator) -
         ),
         Contest(
             "target's draw from log p",
-            lambda: draw_and_agree(log_probs, *columns[1:], *proposal),
+            lambda: draw_and_agree(*draws),
             {"exp, multinomial": lambda: draw(log_probs[:, 0].exp())},
         ),
     ]

@@ -19,10 +19,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 import options
-from measurement import first_difference
 from report import chat_token_ids, format_table, machine_facts, read_prompts, write_json
 from serving import Request, Server, ServerFailed, serving
-from storm import cores_of_both
+from storm import any_sampling, compare, cores_of_both
 from tqdm import trange
 
 NAMES = ("draft down", "off")
@@ -46,15 +45,7 @@ def make_requests(prompts: Sequence[list[int]], num: int, max_tokens: int, seed:
     """Chat prompts, every other one greedy, the others with a temperature and a seed; ended by length alone."""
     rng = Random(seed)
     return [
-        Request(
-            prompts[i % len(prompts)],
-            {
-                "temperature": 0.8 * (i % 2),
-                "sampling_seed": rng.getrandbits(62),
-                "max_new_tokens": max_tokens,
-                "ignore_eos": True,
-            },
-        )
+        Request(prompts[i % len(prompts)], any_sampling(i, rng.getrandbits(62), max_tokens))
         for i in range(num)
     ]
 
@@ -78,10 +69,8 @@ def take_turn(
         answers[name] = servers[name].ask_all([[request] for request in requests], num_at_once, name)
         num_tokens = sum(len(answer.output_ids) for answer in answers[name])
         speeds[name] = num_tokens / (time.perf_counter() - started_s)
-    pairs = zip(answers["draft down"], answers["off"], strict=True)
-    num_wrong = sum(first_difference(down.output_ids, off.output_ids) is not None for down, off in pairs)
-    sources = [source for answer in answers["draft down"] for source in answer.meta_info["ssd_sources"]]
-    return Turn(speeds, num_wrong, {source: sources.count(source) for source in sorted(set(sources))})
+    outcome = compare([answer.output_ids for answer in answers["off"]], answers["draft down"])
+    return Turn(speeds, outcome.num_wrong, outcome.sources)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -269,14 +269,19 @@ def storm_requests(num: int, seed: int) -> list[Request]:
 
 
 def any_request(rng: Random, index: int, answer_lengths: tuple[int, int], longest_prompt: int) -> Request:
+    """``any_sampling`` of a random prompt."""
+    sampling = any_sampling(index, rng.getrandbits(62), rng.randint(*answer_lengths))
+    return Request(rng.choices(range(32, 127), k=rng.randint(4, longest_prompt)), sampling)
+
+
+def any_sampling(index: int, seed: int, num_tokens: int) -> dict[str, Any]:
     """Greedy for every other index, seeded for the others; ended by its length alone."""
-    sampling = {
+    return {
         "temperature": 0.8 * (index % 2),
-        "sampling_seed": rng.getrandbits(62),
-        "max_new_tokens": rng.randint(*answer_lengths),
+        "sampling_seed": seed,
+        "max_new_tokens": num_tokens,
         "ignore_eos": True,
     }
-    return Request(rng.choices(range(32, 127), k=rng.randint(4, longest_prompt)), sampling)
 
 
 def answers_over(

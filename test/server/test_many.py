@@ -77,7 +77,7 @@ def test_a_hundred_requests_on_two_by_two_equal_plain(verifiers, off_server):
         server.wait_until_alive()
         state = server.ssd_state()
         assert len(state["drafts"]) == 2 and state["draft_alive"] and state["draft_state"] == "alive"
-        assert state["client"]["moved"] == 0 or state["client"]["timeouts"], "nothing moves without a reason"
+        assert state["client"]["moved"] == 0
         for draft in state["drafts"]:
             assert draft["draft"]["rounds"] > 0 and draft["draft"]["hits"] > 0
         assert state["draft"]["rounds"] == sum(draft["draft"]["rounds"] for draft in state["drafts"])
@@ -98,7 +98,6 @@ def test_a_killed_draft_costs_no_token_and_its_requests_move(verifiers, off_serv
         )
 
     lost, kept = endpoints(owner)
-    logged = [len(server.log()) for server in verifiers]
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(ask_both, verifiers, bodies, 4)
         assert wait_for(all_run, timeout_s=120) is True
@@ -109,14 +108,14 @@ def test_a_killed_draft_costs_no_token_and_its_requests_move(verifiers, off_serv
         assert set(answer.sources[-5:]) & PREPARED, "the other draft serves it by the end"
         unserved = [source for source in answer.sources if source not in PREPARED]
         assert len(unserved) < 20
-    for server, place in zip(verifiers, logged, strict=True):
+    for server in verifiers:
         assert wait_for(lambda server=server: states(server)[kept] == "alive", timeout_s=15) is True
         state = server.ssd_state()
         by_end = {draft["endpoint"]: draft for draft in state["drafts"]}
         assert by_end[lost]["state"] != "alive"
         assert by_end[lost]["client"]["moved"] > 0 and state["client"]["reopened"] > 0
         assert (state["draft_alive"], state["draft_state"], state["open_sessions"]) == (True, "degraded", 0)
-        assert server.log()[place:].count(f"draft at {lost} is degraded") == 1
+        assert server.log().count(f"draft at {lost} is degraded") == 1
     text = requests.get(f"{owner.url}/metrics", timeout=60).text
     alive = dict(
         re.findall(r'^sglang_ssd_draft_state\{draft="(\d)",.*state="alive"\} (\S+)$', text, re.MULTILINE)
