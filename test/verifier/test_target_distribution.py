@@ -21,9 +21,10 @@ def test_without_proposals_a_plain_step_draws_what_a_verify_does(rule, seed):
     """A verify without proposals has one column on a CPU; no token may depend on that."""
     logits = torch.randn(len(TEMPERATURES), K + 1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     rows = [
-        TargetRow(SamplingLaw(temperature=temperature, seed=seed + i), [], [], 7 + i)
+        TargetRow(SamplingLaw(temperature=temperature, seed=seed + i), [], [])
         for i, temperature in enumerate(TEMPERATURES)
     ]
+    positions = torch.arange(7, 7 + len(rows))
     proposals = [NOTHING_PROPOSED] * len(rows)
     drawn = []
     for width in (0, K):
@@ -31,11 +32,12 @@ def test_without_proposals_a_plain_step_draws_what_a_verify_does(rule, seed):
         assert draft_tokens.shape == (len(rows), width)
         shown = logits[:, : width + 1]
         decision = (
-            decide_by_shared_noise(shown, rows, draft_tokens, lengths)
+            decide_by_shared_noise(shown, rows, positions, draft_tokens, lengths)
             if rule == "shared noise"
-            else decide_by_residual(shown, rows, proposals, draft_tokens, lengths)
+            else decide_by_residual(shown, rows, positions, proposals, draft_tokens, lengths)
         )
         assert decision.num_accepted.tolist() == [0] * len(rows)
+        assert decision.bonus_tokens.tolist() == decision.token_ids[:, 0].tolist()
         drawn.append(decision.token_ids[:, 0].tolist())
     assert drawn[0] == drawn[1]
 
@@ -50,15 +52,16 @@ def test_a_decision_leaves_no_trace_in_what_the_next_one_reads(rule):
         SamplingLaw(temperature=1.2, seed=-9, top_p=0.8, min_p=0.05),
         SamplingLaw(temperature=0.9, seed=2),
     ]
-    rows = [TargetRow(law, [], [1, 2], 11 + i) for i, law in enumerate(laws)]
+    rows = [TargetRow(law, [], [1, 2]) for law in laws]
+    positions = torch.arange(11, 11 + len(laws))
     proposals = [ProposedRow("hit", [1, 2]) for _ in laws]
     logits = torch.randn(len(laws), 3, VOCAB_SIZE, generator=random)
 
     def decide():
         draft_tokens, lengths = pad(proposals, 2, "cpu")
         if rule == "residual":
-            return decide_by_residual(logits.clone(), rows, proposals, draft_tokens, lengths)
-        return decide_by_shared_noise(logits.clone(), rows, draft_tokens, lengths)
+            return decide_by_residual(logits.clone(), rows, positions, proposals, draft_tokens, lengths)
+        return decide_by_shared_noise(logits.clone(), rows, positions, draft_tokens, lengths)
 
     constant.cache_clear()
     first, second, third = decide(), decide(), decide()
@@ -66,3 +69,6 @@ def test_a_decision_leaves_no_trace_in_what_the_next_one_reads(rule):
     for again in (second, third):
         assert torch.equal(again.token_ids, first.token_ids)
         assert torch.equal(again.num_accepted, first.num_accepted)
+        assert torch.equal(again.bonus_tokens, first.bonus_tokens)
+    last = first.token_ids.gather(1, first.num_accepted[:, None])[:, 0]
+    assert torch.equal(first.bonus_tokens, last), "the bonus token is the last that is emitted"

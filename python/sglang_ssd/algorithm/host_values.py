@@ -20,6 +20,12 @@ def constant(values: tuple, dtype: torch.dtype, device: torch.device | str) -> t
     return from_host(values, dtype, device)
 
 
+@lru_cache(maxsize=256)
+def no_columns(num_rows: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """[num_rows, 0], for what takes columns where there are none."""
+    return torch.empty(num_rows, 0, dtype=dtype, device=device)
+
+
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A copy of a tensor of the host; itself where ``device`` is the CPU. From pinned memory, since a copy from any other
     waits for all that the stream holds."""

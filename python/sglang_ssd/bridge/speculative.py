@@ -19,6 +19,8 @@ from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang_ssd.algorithm.host_values import constant, no_columns
+
 ALGORITHM_NAME = "SSD"
 
 
@@ -146,15 +148,15 @@ class SpecWorkerBase(BaseSpecWorker):
         are undone by the scheduler.
         """
         num_rows, width = batch.seq_lens.shape[0], draft_tokens.shape[1] + 1
-        seq_lens = batch.seq_lens
         token_ids = torch.cat([batch.spec_info.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
-        positions = seq_lens.view(-1, 1) + torch.arange(width, device=seq_lens.device)
+        depths = constant(tuple(range(width)), torch.int64, batch.seq_lens.device)
+        positions = batch.seq_lens.view(-1, 1) + depths
         slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices.view(-1, 1), positions]
         batch.out_cache_loc = slots.view(-1).to(torch.int64)
         if batch.seq_lens_cpu is not None:
             # Host-planned backends (FlashInfer) split KV by these lengths and drop what lies beyond them.
             batch.seq_lens_cpu = batch.seq_lens_cpu + width
-            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+            batch.seq_lens_sum = None  # SGLang sums what is there.
         verify_input = DFlashVerifyInput(
             draft_token=token_ids.view(-1),
             positions=positions.view(-1),
@@ -178,33 +180,33 @@ class SpecWorkerBase(BaseSpecWorker):
         return GenerationBatchResult(
             logits_output=verified.result.logits_output,
             next_token_ids=token_ids.reshape(-1),
-            accept_lens=(num_accepted + 1).to(torch.int32),
+            accept_lens=num_accepted + 1,
             can_run_cuda_graph=verified.result.can_run_cuda_graph,
             speculative_num_draft_tokens=token_ids.shape[1],
         )
 
     def complete_verify(
-        self, batch, result: GenerationBatchResult, num_accepted: torch.Tensor, on_publish
+        self, batch, result: GenerationBatchResult, bonus_tokens: torch.Tensor, on_publish
     ) -> GenerationBatchResult:
-        """Add what the scheduler needs for the next round to a ``verify_result``. num_accepted: int64 [B]."""
+        """Add what the scheduler needs for the next round to a ``verify_result``. bonus_tokens: int64 [B], the last that each
+        row emits."""
         width = result.speculative_num_draft_tokens
         new_seq_lens = batch.seq_lens + result.accept_lens
         if batch.return_logprob:
             compute_spec_logprobs(batch, result.logits_output, result.next_token_ids, chain_stride=width)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        bonus = result.next_token_ids.view(-1, width).gather(1, num_accepted.view(-1, 1)).view(-1)
-        result.next_draft_input = self._next_input(bonus, new_seq_lens)
+        result.next_draft_input = self._next_input(bonus_tokens, new_seq_lens)
         result.new_seq_lens = new_seq_lens
         return result
 
     def _next_input(self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor) -> DFlashDraftInputV2:
         # The fields of SGLang's in-process drafts stay empty: ours is asked over the wire.
         num_rows, device = bonus_tokens.shape[0], bonus_tokens.device
-        empty = torch.empty((num_rows, 0), device=device)
+        empty = no_columns(num_rows, torch.float32, device)
         return DFlashDraftInputV2(
             topk_p=empty,
-            topk_index=empty.to(torch.int64),
+            topk_index=no_columns(num_rows, torch.int64, device),
             bonus_tokens=bonus_tokens.to(torch.int64),
             new_seq_lens=new_seq_lens,
             hidden_states=empty,

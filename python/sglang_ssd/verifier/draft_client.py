@@ -231,7 +231,7 @@ class DraftClient:
                 continue
             if not session.is_held:
                 # Opened without the bonus token: for the draft this is a prompt whose first token came.
-                session.is_held = self._open_at_draft(session, session.tokens[:-1])
+                session.is_held = self._refusal is None and self._open_at_draft(session, session.tokens[:-1])
                 if not session.is_held:
                     session.proposed = session.ticket = None
                     continue

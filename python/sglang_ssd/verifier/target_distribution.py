@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ssd.algorithm.host_values import constant, from_host, to_device
+from sglang_ssd.algorithm.host_values import constant, from_host, no_columns, to_device
 from sglang_ssd.algorithm.inverse_cdf import inverse_cdf
 from sglang_ssd.algorithm.shared_noise import Stream, seeded_uniforms
 from sglang_ssd.algorithm.target_law import SamplingLaw, add_bias, log_probs, penalise_run, probabilities
@@ -22,12 +22,11 @@ from sglang_ssd_kernel import draw_and_agree
 
 class TargetRow(NamedTuple):
     """One request in a batch. ``output_ids``: its output so far, the pending bonus token included; may be left empty where
-    nobody reads it. ``run``: what is proposed after it. ``position``: index of the last token before the first draw, as the noise counts positions."""
+    nobody reads it. ``run``: what is proposed after it."""
 
     law: SamplingLaw
     output_ids: list[int]
     run: list[int]
-    position: int
 
 
 def adjust_logits(
@@ -38,11 +37,14 @@ def adjust_logits(
     logits: float [B, W, V]. verify_ids: int64 [B, W], the pending token and the proposal. Returns the largest logit of each
     position, [B, W], for ``count_non_finite``.
     """
+    # Most laws do neither, and on a CPU even a look at a row's logits shows.
     for i, row in enumerate(rows):
-        penalise_run(logits[i], row.law, row.output_ids, row.run)
+        if row.law.reads_output:
+            penalise_run(logits[i], row.law, row.output_ids, row.run)
     mask_grammars(batch, verify_ids, logits)
     for i, row in enumerate(rows):
-        add_bias(logits[i], row.law)
+        if row.law.logit_bias:
+            add_bias(logits[i], row.law)
     apply_processors(batch, [(row.output_ids, row.run) for row in rows], logits)
     return logits.amax(-1)
 
@@ -55,44 +57,54 @@ def count_non_finite(largest: torch.Tensor) -> int:
 
 class Decision(NamedTuple):
     """What a verification decided. token_ids: int64 [B, K+1], of which the first ``num_accepted + 1`` are emitted;
-    num_accepted: int64 [B]; num_malformed: int64 [], proposed tokens whose law could not be used, None where none is read."""
+    num_accepted and bonus_tokens, the last that are emitted: int64 [B]; num_malformed: int64 [], proposed tokens whose law
+    could not be used, None where none is read."""
 
     token_ids: torch.Tensor
     num_accepted: torch.Tensor
+    bonus_tokens: torch.Tensor
     num_malformed: torch.Tensor | None
 
 
 def decide_by_shared_noise(
-    logits: torch.Tensor, rows: list[TargetRow], draft_tokens: torch.Tensor, lengths: torch.Tensor
+    logits: torch.Tensor,
+    rows: list[TargetRow],
+    positions: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> Decision:
     """Emit the target's own draws and accept proposals while they equal them: greedy rows take the argmax, sampled rows
     the perturbed argmax. Exact for any proposal: each draw depends on p and on the noise of (seed, position) alone.
 
-    logits: float [B, W, V], adjusted, for W - 1 draft tokens of each row. draft_tokens: int64 [B, W - 1].
+    logits: float [B, W, V], adjusted, for W - 1 draft tokens of each row. positions: int64 [B], the index of the last token
+    before the first draw, as the noise counts. draft_tokens: int64 [B, W - 1].
     """
     num_rows, width, vocab_size = logits.shape
     scores = log_probs(logits.view(-1, vocab_size), [row.law for row in rows for _ in range(width)])
     drawn = draw_and_agree(
         scores.view(num_rows, width, vocab_size),
         constant(tuple(row.law.seed for row in rows), torch.int64, logits.device),
-        from_host([row.position for row in rows], torch.int64, logits.device),
+        positions,
         constant(tuple(row.law.is_greedy for row in rows), torch.bool, logits.device),
         draft_tokens,
         lengths,
     )
-    return Decision(drawn.token_ids, drawn.num_accepted, None)
+    return Decision(*drawn, None)
 
 
-def draw_first_by_shared_noise(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
+def draw_first_by_shared_noise(
+    logits: torch.Tensor, rows: list[TargetRow], positions: torch.Tensor
+) -> torch.Tensor:
     """First tokens of prompts, int64 [B]: nothing is proposed. logits: float [B, 1, V], adjusted."""
-    no_tokens = torch.zeros(len(rows), 0, dtype=torch.int64, device=logits.device)
-    no_lengths = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    return decide_by_shared_noise(logits, rows, no_tokens, no_lengths).token_ids[:, 0]
+    no_tokens = no_columns(len(rows), torch.int64, logits.device)
+    no_lengths = constant((0,) * len(rows), torch.int64, logits.device)
+    return decide_by_shared_noise(logits, rows, positions, no_tokens, no_lengths).bonus_tokens
 
 
 def decide_by_residual(
     logits: torch.Tensor,
     rows: list[TargetRow],
+    positions: torch.Tensor,
     proposals: list[ProposedRow],
     draft_tokens: torch.Tensor,
     lengths: torch.Tensor,
@@ -102,7 +114,7 @@ def decide_by_residual(
     The verifier's uniforms are streams of their own, independent of the draft's.
     """
     decision = decide_by_shared_noise(
-        logits, [row._replace(law=row.law.as_greedy()) for row in rows], draft_tokens, lengths
+        logits, [row._replace(law=row.law.as_greedy()) for row in rows], positions, draft_tokens, lengths
     )
     sampled = [i for i, row in enumerate(rows) if not row.law.is_greedy]
     if not sampled:
@@ -112,7 +124,7 @@ def decide_by_residual(
     p = _normalised(logits[chosen], [rows[i] for i in sampled])
     q_ids, q_probs = _stack_laws([proposals[i] for i in sampled], lookahead, device)
     seeds = constant(tuple(rows[i].law.seed for i in sampled), torch.int64, device)
-    starts = from_host([rows[i].position for i in sampled], torch.int64, device)
+    starts = positions[chosen]
     depths = torch.arange(lookahead, device=device)
     verdict = verify_residual(
         p,
@@ -124,14 +136,17 @@ def decide_by_residual(
         seeded_uniforms(seeds[:, None].expand(-1, lookahead), starts[:, None] + depths, Stream.ACCEPT),
         seeded_uniforms(seeds, starts, Stream.BONUS),
     )
-    token_ids, num_accepted = decision.token_ids.clone(), decision.num_accepted.clone()
+    token_ids, num_accepted, bonus_tokens, _ = decision
     token_ids[chosen, :lookahead] = draft_tokens[chosen]
     token_ids[chosen, verdict.num_accepted] = verdict.bonus_tokens
     num_accepted[chosen] = verdict.num_accepted
-    return Decision(token_ids, num_accepted, verdict.num_malformed.sum())
+    bonus_tokens[chosen] = verdict.bonus_tokens
+    return Decision(token_ids, num_accepted, bonus_tokens, verdict.num_malformed.sum())
 
 
-def draw_first_by_residual(logits: torch.Tensor, rows: list[TargetRow]) -> torch.Tensor:
+def draw_first_by_residual(
+    logits: torch.Tensor, rows: list[TargetRow], positions: torch.Tensor
+) -> torch.Tensor:
     """First tokens of prompts in residual mode, int64 [B]: plain draws from p. logits: float [B, 1, V], adjusted."""
     tokens = logits[:, 0].argmax(dim=-1)
     sampled = [i for i, row in enumerate(rows) if not row.law.is_greedy]
@@ -139,8 +154,7 @@ def draw_first_by_residual(logits: torch.Tensor, rows: list[TargetRow]) -> torch
         chosen = constant(tuple(sampled), torch.int64, logits.device)
         p = _normalised(logits[chosen], [rows[i] for i in sampled])[:, 0]
         seeds = constant(tuple(rows[i].law.seed for i in sampled), torch.int64, logits.device)
-        starts = from_host([rows[i].position for i in sampled], torch.int64, logits.device)
-        tokens[chosen] = inverse_cdf(p, seeded_uniforms(seeds, starts, Stream.BONUS))
+        tokens[chosen] = inverse_cdf(p, seeded_uniforms(seeds, positions[chosen], Stream.BONUS))
     return tokens
 
 

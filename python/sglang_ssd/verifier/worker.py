@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_ssd.algorithm.guess_worth import GuessWorth
-from sglang_ssd.algorithm.host_values import constant, from_host
+from sglang_ssd.algorithm.host_values import constant, from_host, no_columns
 from sglang_ssd.algorithm.online_choice import OnlineChoice
 from sglang_ssd.algorithm.target_law import SamplingLaw
 from sglang_ssd.bridge.constraints import has_processors
@@ -116,10 +116,7 @@ class SSDWorker(SpecWorkerBase):
         if batch.forward_mode.is_idle() or batch.is_prefill_only:
             return self.complete_prefill(batch, self.run_plain(batch, pp_proxy_tensors), on_publish)
         launched_s = time.perf_counter()
-        rows = [
-            TargetRow(self._law(request), list(request.output_ids), [], length - 1)
-            for request, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True)
-        ]
+        rows = [TargetRow(self._law(request), list(request.output_ids), []) for request in batch.reqs]
         sessions = [
             None if request is batch.chunked_req else self._sessions.get(request.rid)
             for request in batch.reqs
@@ -136,9 +133,10 @@ class SSDWorker(SpecWorkerBase):
         """The first tokens, int64 [B], and the largest logits: a prompt is a run of length 0."""
         no_proposal = torch.zeros(len(rows), 1, dtype=torch.int64, device=self.device)
         largest = adjust_logits(logits, rows, batch, no_proposal)
+        positions = batch.seq_lens - 1
         if self._sampling == "residual":
-            return draw_first_by_residual(logits, rows), largest
-        return draw_first_by_shared_noise(logits, rows), largest
+            return draw_first_by_residual(logits, rows, positions), largest
+        return draw_first_by_shared_noise(logits, rows, positions), largest
 
     def _round(self, batch, on_publish):
         sessions = [self._sessions.get(request.rid) for request in batch.reqs]
@@ -164,7 +162,7 @@ class SSDWorker(SpecWorkerBase):
                 is_alone(sessions),
             )
         )
-        return self.complete_verify(batch, result, decision.num_accepted, on_publish)
+        return self.complete_verify(batch, result, decision.bonus_tokens, on_publish)
 
     def _collect(self, sessions: list[VerifierSession | None]) -> list[ProposedRow]:
         """One proposal a row, the same on all ranks."""
@@ -188,8 +186,7 @@ class SSDWorker(SpecWorkerBase):
         return broadcast_from_first_rank(proposals)
 
     def _rows(self, batch, sessions, proposals) -> list[TargetRow]:
-        """What decides each row, known on the host before the forward: committed tokens end with the pending bonus token,
-        whose index is where the noise of the first draw belongs."""
+        """What decides each row, known on the host before the forward."""
         reads_all = has_processors(batch)
         rows = []
         for request, session, proposal in zip(batch.reqs, sessions, proposals, strict=True):
@@ -197,7 +194,7 @@ class SSDWorker(SpecWorkerBase):
             tokens = session.tokens if session else [*request.origin_input_ids, *request.output_ids]
             # A long output is not copied every round for nothing.
             output = tokens[len(request.origin_input_ids) :] if reads_all or law.reads_output else []
-            rows.append(TargetRow(law, output, proposal.token_ids, len(tokens) - 1))
+            rows.append(TargetRow(law, output, proposal.token_ids))
         return rows
 
     def _decide(
@@ -211,9 +208,11 @@ class SSDWorker(SpecWorkerBase):
     ) -> tuple[Decision, torch.Tensor]:
         """Which proposed tokens stand and what follows them, and the largest logits."""
         largest = adjust_logits(verified.logits, rows, batch, verified.token_ids)
+        # The noise of a draw is that of the index before it: of the pending bonus token, which follows what is committed.
+        logits, positions = verified.logits, batch.seq_lens
         if self._sampling == "residual":
-            return decide_by_residual(verified.logits, rows, proposals, draft_tokens, lengths), largest
-        return decide_by_shared_noise(verified.logits, rows, draft_tokens, lengths), largest
+            return decide_by_residual(logits, rows, positions, proposals, draft_tokens, lengths), largest
+        return decide_by_shared_noise(logits, rows, positions, draft_tokens, lengths), largest
 
     # -- settling ------------------------------------------------------------------------------------------------
 
@@ -375,7 +374,8 @@ def is_alone(sessions: Iterable[VerifierSession | None]) -> bool:
 
 def pad(proposals: list[ProposedRow], lookahead: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Proposals as tensors: int64 [B, lookahead] token ids, padded with token 0, and int64 [B] lengths."""
+    lengths = constant(tuple(len(proposal.token_ids) for proposal in proposals), torch.int64, device)
+    if lookahead == 0:
+        return no_columns(len(proposals), torch.int64, device), lengths
     rows = [[*proposal.token_ids, *[0] * (lookahead - len(proposal.token_ids))] for proposal in proposals]
-    lengths = tuple(len(proposal.token_ids) for proposal in proposals)
-    tokens = from_host(rows, torch.int64, device).view(len(proposals), lookahead)
-    return tokens, constant(lengths, torch.int64, device)
+    return from_host(rows, torch.int64, device), lengths

@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Callable
 from typing import NoReturn
 
-import numpy as np
 import torch
 
 TREE_MASK_FULL = 0  # SGLang's TreeMaskMode
@@ -55,9 +54,9 @@ def assign_req_to_token_pool_cpu(
     Raises:
         ValueError: a range outside of the row, or fewer slots than the ranges ask for.
     """
-    rows, columns = _ragged_cells(req_pool_indices, start_offset, end_offset, pool_len)
-    _require_room(out_cache_loc, len(rows))
-    req_to_token.numpy()[rows, columns] = out_cache_loc.numpy()[: len(rows)]
+    table, slots = req_to_token.numpy(), out_cache_loc.numpy()
+    for cells, packed in _ragged_ranges(req_pool_indices, start_offset, end_offset, pool_len, len(slots)):
+        table[cells] = slots[packed]
 
 
 def assign_extend_cache_locs_cpu(
@@ -74,9 +73,9 @@ def assign_extend_cache_locs_cpu(
     is written, its rest beyond ``sum(end - start)`` is left alone. Twin: ``assign_extend_cache_locs`` in
     ``kernels/ops/speculative/cache_locs.py``.
     """
-    rows, columns = _ragged_cells(req_pool_indices, start_offset, end_offset, pool_len)
-    _require_room(out_cache_loc, len(rows))
-    out_cache_loc.numpy()[: len(rows)] = req_to_token.numpy()[rows, columns]
+    table, slots = req_to_token.numpy(), out_cache_loc.numpy()
+    for cells, packed in _ragged_ranges(req_pool_indices, start_offset, end_offset, pool_len, len(slots)):
+        slots[packed] = table[cells]
 
 
 def assign_draft_cache_locs_contiguous_cpu(
@@ -369,31 +368,31 @@ def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: 
     return hashed.to(torch.uint32)
 
 
-def _ragged_cells(
-    req_pool_indices: torch.Tensor, start_offset: torch.Tensor, end_offset: torch.Tensor, pool_len: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of every cell in ``[start, end)`` of each request, request after request.
+def _ragged_ranges(
+    req_pool_indices: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    pool_len: int,
+    num_slots: int,
+) -> list[tuple[tuple[int, slice], slice]]:
+    """``[start, end)`` of each request: its cells in the table, and where its slots lie among the packed ones.
 
-    In NumPy, on the tensors' own memory: this runs twice a round on a handful of numbers, where a call costs more than
-    what it computes, and NumPy's cost a third of torch's.
+    Python's own numbers: this runs every round on a handful of requests, where a call of a tensor library costs more
+    than what it computes.
     """
-    starts, ends = (offset.numpy().astype(np.int64) for offset in (start_offset, end_offset))
-    lengths = ends - starts
-    if len(lengths) and not (starts.min() >= 0 and lengths.min() >= 0 and ends.max() <= pool_len):
-        raise ValueError(
-            f"start_offset {starts.tolist()} and end_offset {ends.tolist()} must be ranges within a row of {pool_len}"
-        )
-    rows = req_pool_indices.numpy().repeat(lengths)
-    packed_starts = lengths.cumsum() - lengths
-    columns = np.arange(len(rows)) + (starts - packed_starts).repeat(lengths)
-    return rows, columns
-
-
-def _require_room(out_cache_loc: torch.Tensor, num_slots: int) -> None:
-    if out_cache_loc.numel() < num_slots:
-        raise ValueError(
-            f"out_cache_loc holds {out_cache_loc.numel()} slots but the ranges ask for {num_slots}"
-        )
+    rows, starts, ends = (tensor.tolist() for tensor in (req_pool_indices, start_offset, end_offset))
+    ranges: list[tuple[tuple[int, slice], slice]] = []
+    num_packed = 0
+    for row, start, end in zip(rows, starts, ends, strict=True):
+        if not 0 <= start <= end <= pool_len:
+            raise ValueError(
+                f"start_offset {starts} and end_offset {ends} must be ranges within a row of {pool_len}"
+            )
+        ranges.append(((row, slice(start, end)), slice(num_packed, num_packed + end - start)))
+        num_packed += end - start
+    if num_slots < num_packed:
+        raise ValueError(f"out_cache_loc holds {num_slots} slots but the ranges ask for {num_packed}")
+    return ranges
 
 
 def _tree_parents(selected: list[int], parent_list: list[int], topk: int) -> list[int | None]:
