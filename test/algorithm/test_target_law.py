@@ -105,3 +105,29 @@ def test_nan_is_impossible_and_a_row_without_a_law_is_empty():
     logits = torch.tensor([[1.0, torch.nan, 0.0], [torch.nan, torch.nan, -torch.inf]])
     probs = probabilities(logits, [SamplingLaw(temperature=1.0)] * 2)
     assert probs[0, 1] == 0 and probs[0].sum() == pytest.approx(1) and probs[1].tolist() == [0, 0, 0]
+
+
+UNUSUAL = st.sampled_from([torch.nan, torch.inf, -torch.inf, 0.0, -2.5, 1e30])
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    temperatures=st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=1, max_size=5),
+    unusual=st.dictionaries(st.tuples(st.integers(0, 4), st.integers(0, VOCAB - 1)), UNUSUAL, max_size=6),
+)
+def test_rows_score_beside_others_as_they_do_alone(seed, temperatures, unusual):
+    """What a row scores does not depend on whose rows stand beside it, whatever its logits hold."""
+    logits = torch.randn(len(temperatures), VOCAB, generator=torch.Generator().manual_seed(seed))
+    for (row, token), value in unusual.items():
+        if row < len(temperatures):
+            logits[row, token] = value
+    before = logits.clone()
+    laws = [SamplingLaw(temperature=temperature) for temperature in temperatures]
+    together = log_probs(logits, laws)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the caller's logits are read only"
+    for i, law in enumerate(laws):
+        alone = log_probs(logits[i : i + 1], [law])[0]
+        # NaN is never drawn and +inf always: as -inf and as the largest number.
+        assert torch.equal(
+            *(row.nan_to_num(nan=-torch.inf, neginf=-torch.inf) for row in (alone, together[i]))
+        )

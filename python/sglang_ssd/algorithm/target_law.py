@@ -105,16 +105,14 @@ def log_probs(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor
     Sampled rows: log of the tempered and truncated law, -inf for what it excludes (not renormalised, which no argmax
     sees). Greedy rows: the logits themselves. NaN counts as impossible.
     """
-    is_sampled = [not law.is_greedy for law in laws]
-    if not any(is_sampled):
+    sampled = [i for i, law in enumerate(laws) if not law.is_greedy]
+    if not sampled:
         return logits.float()
-    scores = logits.float() if all(is_sampled) else logits.float().clone()
-    rows = [i for i, sampled in enumerate(is_sampled) if sampled]
-    chosen = slice(None) if len(rows) == len(laws) else constant(tuple(rows), torch.int64, logits.device)
-    probs = probabilities(scores[chosen], [laws[i] for i in rows])
-    if isinstance(chosen, slice):
-        return probs.log_()
-    scores[chosen] = probs.log_()
+    scores = _tempered(logits, laws)
+    if len(sampled) == len(laws):
+        return _law_of_tempered(scores, laws).log_()
+    chosen = constant(tuple(sampled), torch.int64, logits.device)
+    scores[chosen] = _law_of_tempered(scores[chosen], [laws[i] for i in sampled]).log_()
     return scores
 
 
@@ -123,9 +121,17 @@ def probabilities(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Te
 
     A row without any finite logit has no law; it comes out as zeros.
     """
+    return _law_of_tempered(_tempered(logits, laws), laws)
+
+
+def _tempered(logits: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:
+    """Logits over temperature, greedy rows over 1, as a copy: float32 [N, V]. NaN is -inf, +inf the largest number."""
     # In place: at a few rows, fresh memory of the vocabulary's size costs more than what is computed in it.
-    tempered = logits.float() / _column((law.temperature for law in laws), logits)
-    tempered.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    tempered = logits.float() / _column((law.temperature or 1.0 for law in laws), logits)
+    return tempered.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+
+
+def _law_of_tempered(tempered: torch.Tensor, laws: Sequence[SamplingLaw]) -> torch.Tensor:
     return truncate(torch.softmax(tempered, dim=-1).nan_to_num_(nan=0.0), laws)
 
 
