@@ -19,7 +19,7 @@ import psutil
 import requests
 from tqdm import tqdm
 
-FIRST_PORT = 32000
+FIRST_PORT = 20000
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 1800.0

@@ -28,7 +28,7 @@ class Engine:
         from sglang_ssd.plugin import register_algorithm, run_scheduler
 
         args = parse_options(options)
-        draft_arguments = prepare(args, serves_http=False)
+        draft_arguments = prepare(args)
         register_algorithm()
         self._drafts = start_drafts(draft_arguments)
         if self._drafts:

@@ -26,26 +26,27 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if asked_device(argv) == "cpu":
         use_cpu_engine()
+    from sglang_ssd.bridge.preflight import reserve_port
     from sglang_ssd.bridge.server_args import parse_server_args
 
     try:
         args = parse_server_args(argv)
         # SGLang sets up its own log only later; what is chosen before must be seen too.
         logging.basicConfig(level=args.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%F %T")
+        port = reserve_port(args)
         prepared = prepare(args)
     except ValueError as error:
         print(f"sglang_ssd: error: {error}", file=sys.stderr)
         return 2
-    return serve(args, prepared)
+    with port:
+        return serve(args, prepared)
 
 
-def prepare(args: SSDServerArgs, serves_http: bool = True) -> list[list[str]]:
+def prepare(args: SSDServerArgs) -> list[list[str]]:
     """Check what can be known to fail and fill in cores and memory. Returns the arguments of each draft process to be
     started. Raises ValueError in one line."""
-    from sglang_ssd.bridge.preflight import check_port, check_same_vocabulary, model_facts
+    from sglang_ssd.bridge.preflight import check_same_vocabulary, model_facts
 
-    if serves_http:
-        check_port(args)
     target = model_facts("--model-path", args.model_path, args.dtype, args.device, args.trust_remote_code)
     args.dtype = target.dtype
     starts_drafts = args.ssd_mode != "off" and args.ssd_draft_endpoint is None

@@ -68,12 +68,18 @@ def check_same_vocabulary(target: ModelFacts, draft: ModelFacts) -> None:
         )
 
 
-def check_port(args: SSDServerArgs) -> None:
-    """Raise ValueError in one line when the HTTP port is taken."""
+def reserve_port(args: SSDServerArgs) -> socket.socket:
+    """A socket that keeps the HTTP port for us as long as it is open; the server may listen there, as it reuses addresses.
+
+    Without it a connection of our own may be given the port while models load (gloo and torch listen where the kernel
+    likes), and SGLang does not end when it then cannot listen. Raises ValueError in one line when the port is taken.
+    """
     family = socket.AF_INET6 if ":" in (args.host or "") else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((args.host or "127.0.0.1", args.port))
-        except OSError as error:
-            raise ValueError(f"--port {args.port}: {error.strerror or error}") from None
+    reservation = socket.socket(family)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reservation.bind((args.host or "127.0.0.1", args.port))
+    except OSError as error:
+        reservation.close()
+        raise ValueError(f"--port {args.port}: {error.strerror or error}") from None
+    return reservation
