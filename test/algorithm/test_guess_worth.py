@@ -52,6 +52,27 @@ def test_guesses_are_held_back_just_where_they_lower_the_throughput(
     assert answers == expected
 
 
+@given(
+    drift=st.floats(0.998, 1.002),
+    guess_every=st.integers(5, 60),
+    longer=st.floats(1.0, 1.5),
+    added=st.integers(0, 2),
+)
+def test_a_machine_that_becomes_slower_or_faster_is_not_the_doing_of_guesses(
+    drift, guess_every, longer, added
+):
+    """Rounds with guesses are rare, so a mean of theirs is older than one of the others."""
+    num_rows = 4
+    assume(abs(added / num_rows - (longer - 1)) > 0.06)
+    worth, round_ms = GuessWorth(), 5.0
+    for i in range(60 * guess_every):
+        round_ms *= drift
+        has_guess = i % guess_every == 0
+        worth.observe(int(has_guess), added * has_guess, round_ms * (longer if has_guess else 1.0))
+    answers = [worth.is_worth(1, num_rows) for _ in range(TRY_AGAIN_EVERY - 1)]
+    assert answers == [added / num_rows > longer - 1] * len(answers)
+
+
 def test_what_was_learnt_is_outweighed_by_what_is_new():
     worth = after(200, added=0, wide_ms=2.0, narrow_ms=1.0)
     assert not worth.is_worth(1, 1)

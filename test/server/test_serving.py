@@ -382,4 +382,15 @@ def test_a_killed_draft_changes_no_output(fleet, off_server, sync_server):
     state = sync_server.ssd_state()
     assert state["draft_alive"] is False and state["open_sessions"] == 0
     assert output(sync_server.ask_all(bodies[:2], num_at_once=2)) == plain[:2]
+
+    # Draws of a flat law over a few tokens: pairs come again all the time, and tell nothing of what follows.
+    flat = {"temperature": 5.0, "logit_bias": {str(token): 100 for token in range(40, 80)}}
+    bodies = [
+        request(prompt(440 + i, 20), max_new_tokens=300, ignore_eos=True, sampling_seed=i, **flat)
+        for i in range(4)
+    ]  # fmt: skip
+    assert output(sync_server.ask_all(bodies, num_at_once=4)) == output(
+        off_server.ask_all(bodies, num_at_once=4)
+    )
+    assert sync_server.ssd_state()["ngrams_held_back"] > 20, "guesses that are no use are not verified"
     fleet.stop("sync")

@@ -12,8 +12,9 @@ TRY_AGAIN_EVERY = 32
 class GuessWorth:
     """Compares what guesses added lately with how much longer rounds with guesses took.
 
-    A round of n rows emits n tokens without guesses. With m of them it emits ``m * added`` more, and takes ``wide_ms``
-    instead of ``narrow_ms``, so it emits more a millisecond where ``m * added / n > wide_ms / narrow_ms - 1``.
+    A round of n rows emits n tokens without guesses. With m of them it emits ``m * added`` more and takes ``longer`` times
+    as long, so it emits more a millisecond where ``m * added / n > longer - 1``. Each round with guesses is compared with
+    those just before it: a machine's speed drifts by more than the difference.
     """
 
     def __init__(self) -> None:
@@ -22,25 +23,26 @@ class GuessWorth:
     def forget(self) -> None:
         """What was measured holds no longer."""
         self._added = _Recent()
-        self._wide_ms, self._narrow_ms = _Recent(), _Recent()
+        self._longer, self._narrow_ms = _Recent(), _Recent()
         self._num_held_back = 0
 
     def is_worth(self, num_guesses: int, num_rows: int) -> bool:
         """Whether a round of so many rows should verify so many guesses; always while too little is known."""
-        if not (self._wide_ms.is_known and self._narrow_ms.is_known):
+        if not self._longer.is_known:
             return True
-        if num_guesses * self._added.mean > num_rows * (self._wide_ms.mean / self._narrow_ms.mean - 1.0):
+        if num_guesses * self._added.mean > num_rows * (self._longer.mean - 1.0):
             return True
         self._num_held_back += 1
         return self._num_held_back % TRY_AGAIN_EVERY == 0
 
     def observe(self, num_guesses: int, num_added: int, round_ms: float) -> None:
         """A round verified so many guesses, of which so many tokens were accepted."""
-        if num_guesses:
-            self._added.observe(num_added / num_guesses)
-            self._wide_ms.observe(round_ms)
-        else:
+        if not num_guesses:
             self._narrow_ms.observe(round_ms)
+            return
+        self._added.observe(num_added / num_guesses)
+        if self._narrow_ms.is_known:
+            self._longer.observe(round_ms / self._narrow_ms.mean)
 
 
 class _Recent:

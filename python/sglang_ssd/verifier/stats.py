@@ -28,6 +28,7 @@ class RoundCounts(msgspec.Struct):
     first_hits: int = 0
     malformed_laws: int = 0
     non_finite_logits: int = 0
+    ngrams_held_back: int = 0
     draft_wait_ms: float = 0.0
     verify_ms: float = 0.0
 
@@ -88,6 +89,12 @@ class VerifierStats:
         if self._metrics is not None and (malformed_laws or non_finite_logits):
             self._metrics.add_unusable(malformed_laws, non_finite_logits)
 
+    def count_held_back(self, num_ngrams: int) -> None:
+        """Proposals that were not verified, since a verify without any is so much shorter."""
+        self.counts.ngrams_held_back += num_ngrams
+        if self._metrics is not None:
+            self._metrics.add_held_back(num_ngrams)
+
     def show_drafts(self, clients: Sequence[DraftClient]) -> None:
         """Bring the series of the drafts up to date."""
         if self._metrics is not None:
@@ -122,6 +129,7 @@ class VerifierStats:
             "accepted": counts.accepted,
             "malformed_laws": counts.malformed_laws,
             "non_finite_logits": counts.non_finite_logits,
+            "ngrams_held_back": counts.ngrams_held_back,
             "draft_wait_ms": ratio(counts.draft_wait_ms, counts.rounds),
             "verify_ms": ratio(counts.verify_ms, counts.rounds),
         }
@@ -148,6 +156,7 @@ class _Metrics:
         self._accepted = counter("accepted_tokens", "Draft tokens accepted.")
         self._malformed_laws = counter("malformed_laws", "Proposed tokens whose law could not be used.")
         self._non_finite_logits = counter("non_finite_logits", "Positions with NaN or +inf in their logits.")
+        self._ngrams_held_back = counter("ngrams_held_back", "N-gram proposals that were not worth a verify.")
         self._wait_ms = histogram("draft_wait_ms", "Milliseconds a round waited for proposals.")
         self._verify_ms = histogram("verify_ms", "Milliseconds of the target's verify forward.")
         self._labels = labels
@@ -179,6 +188,9 @@ class _Metrics:
     def add_unusable(self, malformed_laws: int, non_finite_logits: int) -> None:
         self._malformed_laws.inc(malformed_laws)
         self._non_finite_logits.inc(non_finite_logits)
+
+    def add_held_back(self, num_ngrams: int) -> None:
+        self._ngrams_held_back.inc(num_ngrams)
 
     def add(
         self, hits: int, misses: int, proposed: int, accepted: int, wait_ms: float, verify_ms: float

@@ -182,6 +182,7 @@ class SSDWorker(SpecWorkerBase):
             # Without a guess the verify would be narrower.
             is_narrower = self.can_narrow and num_guesses and is_alone(known)
             if is_narrower and not self._guess_worth.is_worth(num_guesses, len(proposals)):
+                self.stats.count_held_back(num_guesses)
                 proposals = [NOTHING_PROPOSED] * len(sessions)
         return broadcast_from_first_rank(proposals)
 
