@@ -158,8 +158,8 @@ def test_exit_code_of_a_storm(tmp_path, changes, exit_code):
 def test_exit_code_without_a_draft_is_that_of_the_median_turn(tmp_path, speeds, num_wrong, exit_code):
     args = draft_down.parse(["--pair", "test", "--out", str(tmp_path / "down.json")])
     turns = [
-        draft_down.Turn({"draft down": speed, "off": 10.0}, num_wrong, {"none": 3, "ngram": 1})
-        for speed in speeds
+        draft_down.Turn(start, {"draft down": speed, "off": 10.0}, num_wrong, {"none": 3, "ngram": 1})
+        for start, speed in enumerate(speeds)
     ]
     assert draft_down.report(args, report.machine_facts(), turns) == exit_code
     written = json.loads(args.out.read_text(encoding="utf-8"))
@@ -172,6 +172,7 @@ def test_half_of_the_requests_without_a_draft_are_sampled():
     assert [request.input_ids for request in requests] == [[1, 2], [3], [1, 2], [3]]
     assert [request.sampling["temperature"] for request in requests] == [0, 0.8, 0, 0.8]
     assert len({request.sampling["sampling_seed"] for request in requests}) == 4
+    assert all(3 <= request.sampling["max_new_tokens"] <= 5 for request in requests)
 
 
 # -- load --------------------------------------------------------------------------------------------------------

@@ -148,7 +148,9 @@ class SpecWorkerBase(BaseSpecWorker):
         are undone by the scheduler.
         """
         num_rows, width = batch.seq_lens.shape[0], draft_tokens.shape[1] + 1
-        token_ids = torch.cat([batch.spec_info.bonus_tokens.view(-1, 1), draft_tokens], dim=1)
+        token_ids = batch.spec_info.bonus_tokens.view(-1, 1)
+        if width > 1:
+            token_ids = torch.cat([token_ids, draft_tokens], dim=1)
         depths = constant(tuple(range(width)), torch.int64, batch.seq_lens.device)
         positions = batch.seq_lens.view(-1, 1) + depths
         slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices.view(-1, 1), positions]
