@@ -97,10 +97,11 @@ class Drafts:
     def collect(self, sessions: list[VerifierSession]) -> list[ProposedRow]:
         """The proposals of these sessions. Waits for those that are on their way, from all drafts together, up to the
         limit."""
+        # A draft that owes nothing is not listened to now; ``tend`` takes in what else it says.
         rows = {
             client: mine
             for client, mine in self._by_home(sessions).items()
-            if any(s.ticket is not None for s in mine)
+            if any(session.ticket is not None for session in mine)
         }
         started_s, limit_ms, waited_ms = time.monotonic(), self.limit.ms, 0.0
         is_any_awaited = bool(self._awaited(rows))
