@@ -176,7 +176,7 @@ class DraftClient:
     def open(self, session: VerifierSession) -> None:
         """Tell the draft of a request whose tokens are all certain (no bonus token is pending)."""
         self.adopt(session)
-        session.is_held = self._open_at_draft(session, session.tokens)
+        session.is_held = self._open_at_draft(session, len(session.tokens))
 
     def adopt(self, session: VerifierSession) -> None:
         """Take a request over from another draft; its next outcome opens it here."""
@@ -188,10 +188,13 @@ class DraftClient:
         self.close(sessions, "moved")
         self._count(moved=len(sessions))
 
-    def _open_at_draft(self, session: VerifierSession, token_ids: list[int]) -> bool:
-        """Whether the draft was told of this request. It is not told of one that is longer than its context."""
-        fits = self.welcome is not None and len(token_ids) <= self.welcome.context_length
-        return fits and self._send(open_message(session, token_ids))
+    def _open_at_draft(self, session: VerifierSession, num_tokens: int) -> bool:
+        """Whether the draft was told of this request with so many of its tokens. It is not told of one that is longer than
+        its context, nor is a draft that does not know us told of any: asked every round, neither may cost a copy."""
+        fits = self.welcome is not None and num_tokens <= self.welcome.context_length
+        if not fits or self._refusal is not None:
+            return False
+        return self._send(open_message(session, session.tokens[:num_tokens]))
 
     def close(self, sessions: Iterable[VerifierSession], reason: CloseReason) -> None:
         """Forget these sessions on both sides."""
@@ -231,7 +234,7 @@ class DraftClient:
                 continue
             if not session.is_held:
                 # Opened without the bonus token: for the draft this is a prompt whose first token came.
-                session.is_held = self._refusal is None and self._open_at_draft(session, session.tokens[:-1])
+                session.is_held = self._open_at_draft(session, len(session.tokens) - 1)
                 if not session.is_held:
                     session.proposed = session.ticket = None
                     continue
